@@ -15,9 +15,9 @@ from mha2mla.modeling import modeling_mha2mla
 from mha2mla.modeling.cache import LatentCache
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.fused_projections import affine_map, own_map, project
-from mha2mla.modeling.outputs import refuse_gradients
-from mha2mla.modeling.shards import HeadShard
+from mha2mla.modeling.guards import refuse_gradients
 from mha2mla.modeling.step import AttentionStep
+from mha2mla.modeling.tensor_parallel import HeadShard
 
 _NO_TRAINING = (
     "tensor_parallel_size is more than 1, where gradients of what all ranks hold would be of one rank's heads alone; "
@@ -35,7 +35,7 @@ class MLAAttention(modeling_mha2mla.MLAAttention):
 
     def __init__(self, config: MHA2MLAConfig, layer_idx: int, source: nn.Module) -> None:
         super().__init__(config, layer_idx, source)
-        self.shard: HeadShard | None = None  # what tensor parallelism left of the heads
+        self.shard: HeadShard | None = None  # this rank's heads, under tensor parallelism
         # Their weights are fused for decode.
         self.input_projections = ("q_proj", "k_proj", "v_a_proj") if config.qk_norm else ("q_proj", "kv_a_proj")
 
@@ -123,7 +123,7 @@ class MLAAttention(modeling_mha2mla.MLAAttention):
         device, layer = hidden_states.device.type, step.layers[self.layer_idx]
         no_autocast = nullcontext()
         if torch.is_autocast_enabled(device):
-            # What is cached has a dtype, so attention has it too: autocast ends where the projections do.
+            # Attention has the dtype of the cache, so autocast ends with the projections.
             no_autocast, dtype = torch.autocast(device, enabled=False), layer.dtype
             tensors = {name: tensor if tensor is None else tensor.to(dtype) for name, tensor in tensors.items()}
         with no_autocast:

@@ -15,10 +15,10 @@ from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling import configuration_mha2mla
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.registry import AttentionConstants
-from mha2mla.modeling.shards import HeadShard, ranks_of
+from mha2mla.modeling.tensor_parallel import HeadShard, ranks_of
 
 CODE_FILES = ("configuration_mha2mla.py", "modeling_mha2mla.py")
-# How transformers finds the classes of a converted folder's own code.
+# transformers finds the classes of a converted folder's own code by these names.
 AUTO_MAP = {
     "AutoConfig": "configuration_mha2mla.MHA2MLAConfig",
     "AutoModel": "modeling_mha2mla.MHA2MLAModel",

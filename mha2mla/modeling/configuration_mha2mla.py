@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-CODE_VERSION = "0.1.0"  # of the package that this file is part of
+CODE_VERSION = "0.1.0"  # the package's version
 SCHEMA_VERSION = 2
 PER_LAYER = ("num_rope_heads", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")
 

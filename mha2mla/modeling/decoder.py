@@ -178,7 +178,7 @@ def run_source_model(decoder: FusedDecoder | None, input_ids: Tensor, step: Atte
 
 
 def _attend(attention: nn.Module, hidden_states: Tensor, inv_freq: Tensor, step: AttentionStep) -> Tensor:
-    """Of a source's layer: [1, N, hidden] to the same."""
+    """Attention of a source's layer: [1, N, hidden] to the same."""
     states = project(hidden_states[0], (attention.q_proj, attention.k_proj, attention.v_proj))
     query, key, value = (each.unflatten(-1, (-1, attention.head_dim)) for each in states)
     if hasattr(attention, "q_norm"):  # over each head
@@ -189,7 +189,7 @@ def _attend(attention: nn.Module, hidden_states: Tensor, inv_freq: Tensor, step:
 
 
 def _own_classes(model: nn.Module) -> tuple[str | None, str]:
-    """How transformers names the classes of the model's family, and the module that they are in."""
+    """Prefix of transformers' classes of the model's family, and their module."""
     name = model.config.model_type
     family = FAMILIES.get(name)
     return family and family.llama_decoder, f"transformers.models.{name}.modeling_{name}"

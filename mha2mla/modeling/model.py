@@ -23,19 +23,18 @@ from mha2mla.modeling.captured import CapturedSteps, StepCapture
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.decoder import FusedDecoder, run_base_model
 from mha2mla.modeling.generation import LatentGenerationMixin
+from mha2mla.modeling.guards import LengthWatch, refuse_gradients
 from mha2mla.modeling.modeling_mha2mla import is_padding_mask, is_recorded
-from mha2mla.modeling.outputs import refuse_gradients
 from mha2mla.modeling.registry import AttentionConstants
 from mha2mla.modeling.served import LayerAttention, what_serves
 from mha2mla.modeling.step import AttentionStep
 from mha2mla.modeling.tensor_parallel import tensor_parallel_plan
-from mha2mla.modeling.valid_length import LengthWatch
 from mha2mla.modeling.visibility import check_mask
 from mha2mla.stored_tensors import check_loaded_files, check_loaded_state
 
 
 class MHA2MLAPreTrainedModel(modeling_mha2mla.MHA2MLAPreTrainedModel):
-    """What transformers needs to know about converted models."""
+    """Class attributes and loading that all converted models share."""
 
     config: MHA2MLAConfig
     config_class = MHA2MLAConfig
@@ -224,7 +223,7 @@ class MHA2MLAForCausalLM(
         self._decoder = FusedDecoder.prepare(self.model)
 
     def _refuses_gradients(self, cache: LatentCache | None, inputs_embeds: Tensor | None) -> bool:
-        """Whether gradients of this call would lack the part of them that goes through cached tokens.
+        """True where gradients of this call would lack the part that goes through cached tokens.
 
         Raises:
             ValueError: while training, and where a compiled graph could not say so in its backward pass.
@@ -282,7 +281,7 @@ class MHA2MLAForCausalLM(
         return weight.device
 
     def attention_report(self, query_length: int = 1) -> list[LayerAttention]:
-        """What serves every layer, and why: in ``generate`` and, of batches, in ``forward_batch``.
+        """Backend chosen for each layer, with the reason: in ``generate`` and, for batches, in ``forward_batch``.
 
         Args:
             query_length: new tokens per sequence.

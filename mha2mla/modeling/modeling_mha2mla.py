@@ -190,7 +190,7 @@ class MLAAttention(nn.Module):
         q_pe = apply_rope(q_pe, cos[..., None, :], sin[..., None, :]).flatten(2, 3)
         if k_pe is None:
             if past_key_values is not None:
-                # Which tokens update() returns, by transformers' own contract for masks.
+                # The tokens that update() returns, by transformers' own contract for masks.
                 tokens, first = past_key_values.get_mask_sizes(hidden_states.shape[1], self.layer_idx)
                 position_ids = torch.arange(first, first + tokens, device=latent.device)[None]
                 latent = self._cached_latents(latent, past_key_values)
@@ -299,7 +299,7 @@ class MLAAttention(nn.Module):
 
 
 class MHA2MLAPreTrainedModel(PreTrainedModel):
-    """What transformers needs to know about converted models."""
+    """Class attributes and weights that all converted models share."""
 
     config: MHA2MLAConfig
     config_class = MHA2MLAConfig
@@ -369,7 +369,7 @@ class MHA2MLAModel(MHA2MLAPreTrainedModel):
         self.post_init()
 
     def forward(self, input_ids: Tensor | None = None, **options: Any) -> BaseModelOutputWithPast:
-        """As the source's base model: ``attention_mask``, ``position_ids``, ``past_key_values``, ``inputs_embeds``, …
+        """Runs the source's base model: ``attention_mask``, ``position_ids``, ``past_key_values``, ``inputs_embeds``, …
 
         Returns:
             ``last_hidden_state`` [B, S, hidden] after the final norm, and what else was asked for.
@@ -642,7 +642,7 @@ def _are_places(position_ids: Tensor, attention_mask: Any, place: Tensor, cache:
 
 
 def is_padding_mask(attention_mask: Any) -> bool:
-    """Whether it says of every token whether it is seen: [B, T]."""
+    """True for a mask [B, T], which shows or hides each token."""
     return isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
 
 
@@ -654,14 +654,14 @@ def first_shown(shown: Tensor) -> Tensor:
 
 
 def host_may_look(attention_mask: Tensor, query_length: int) -> bool:
-    """Whether a step of ``query_length`` new tokens may wait for the mask's values."""
+    """True where a step of ``query_length`` new tokens may wait for the mask's values."""
     if is_recorded(attention_mask.device):
         return False
     return query_length > 1 or attention_mask.device.type == "cpu"
 
 
 def is_recorded(device: torch.device) -> bool:
-    """Whether what runs is compiled or captured now, to be replayed without the host."""
+    """True while code is compiled or captured, to be replayed without the host."""
     if torch.compiler.is_compiling():
         return True
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

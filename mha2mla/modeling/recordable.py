@@ -1,4 +1,4 @@
-"""Which models' decode steps may be recorded and replayed (``captured.py``), and when a recording is stale."""
+"""Conditions for recording a model's decode steps (``captured.py``), and for keeping a recording."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def explain_capture(model: PreTrainedModel, device_type: str) -> str | None:
 
 
 def _rope_types(source: object) -> set[str]:
-    """Of a source's config, whose parameters may be given per type of layer."""
+    """RoPE types of a source's config, whose parameters may be given per type of layer."""
     parameters = getattr(source, "rope_parameters", None) or {}
     entries = [parameters, *[entry for entry in parameters.values() if isinstance(entry, dict)]]
     return {entry["rope_type"] for entry in entries if "rope_type" in entry}
 
 
 def _has_hooks(modules: Sequence[nn.Module]) -> bool:
-    """Whether anyone's code runs between modules: accelerate's that moves weights, for instance."""
+    """True where other code runs between modules: accelerate's that moves weights, for instance."""
     if global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks:
         return True
     for module in modules:

@@ -1,4 +1,4 @@
-"""What records a decode step for ``captured.py``: CUDA graphs."""
+"""Recorders of a decode step for ``captured.py``: CUDA graphs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mha2mla.modeling.cache import LatentCache
 
 
 class Recorder(Protocol):
-    """What records a step: :class:`CudaGraphs`, or, in tests without a GPU, whatever replays the same operations."""
+    """Protocol of a recorder: :class:`CudaGraphs`, or a replay of the same operations in tests without a GPU."""
 
     device_type: str
 
@@ -24,7 +24,7 @@ class Recorder(Protocol):
     def record(
         self, step: Callable[[], Tensor], undo: Callable[[], None], device: torch.device
     ) -> tuple[Tensor, Callable[[], None]]:
-        """What ``step`` returns, and what does again, in place, all that it does on the device, with the host's values
+        """Result of ``step``, and a function that repeats its device work in place, with the host's values
         of now. ``step`` may be run for that, each time with an ``undo`` behind it."""
 
 
@@ -50,7 +50,7 @@ class CudaGraphs:
     def record(
         self, step: Callable[[], Tensor], undo: Callable[[], None], device: torch.device
     ) -> tuple[Tensor, Callable[[], None]]:
-        """As :class:`Recorder`; waits for the device, once."""
+        """Records a CUDA graph; waits for the device, once."""
         stream, graph = _stream(device, threading.get_ident()), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):

@@ -1,4 +1,4 @@
-"""What an attention backend is, and backends by name: which ops serve a layer, what they are given and refuse."""
+"""Attention backends and their registry: ops that serve a layer, with their tensors and refusals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GQAGeometry:
 
 @dataclass(frozen=True)
 class AttentionConstants:
-    """What a layer's attention is told beside tensors.
+    """Constants of a layer's attention.
 
     Attributes:
         geometry: of the layer; its type says which backends can serve it.

@@ -28,8 +28,8 @@ from mha2mla.kernels import (
     gqa_decode,
     plan_gqa_decode,
 )
+from mha2mla.modeling.guards import refuse_gradients
 from mha2mla.modeling.modeling_mha2mla import host_may_look
-from mha2mla.modeling.outputs import refuse_gradients
 from mha2mla.modeling.step import AttentionStep
 from mha2mla.modeling.visibility import are_side_by_side, visible_tokens
 
@@ -52,7 +52,7 @@ def visible_spans(
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> Tensor | None:
-    """What transformers asks for as a mask: [B, 1, 1, 2] int32, the first visible token of each sequence among the
+    """A mask for transformers: [B, 1, 1, 2] int32, the first visible token of each sequence among the
     ``kv_length`` that layers will be given, and the end of the new ones; None: all are visible, to the last one.
 
     Args:
@@ -236,7 +236,7 @@ def _decode(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None, stops: Tensor, scaling: float, window: int | None
 ) -> Tensor:
     paged = pages_of(key, value)
-    if paged is None:  # as a growing cache of transformers' has it, which copies all of it in every step too
+    if paged is None:  # a growing cache of transformers, which itself copies all of it in every step
         padded = [F.pad(x.transpose(1, 2), (0, 0, 0, 0, 0, -x.shape[2] % _PAGES[0])) for x in (key, value)]
         paged = pages_of(*(x.contiguous().transpose(1, 2) for x in padded))
     keys, values, block_table = paged

@@ -14,8 +14,8 @@ from mha2mla.modeling.batch_model import BatchModel
 from mha2mla.modeling.decoder import FusedDecoder, run_source_model
 from mha2mla.modeling.model import MHA2MLAForCausalLM
 from mha2mla.modeling.registry import AttentionConstants, GQAGeometry
-from mha2mla.modeling.shards import ranks_of
 from mha2mla.modeling.source_attention import NAME, layer_window
+from mha2mla.modeling.tensor_parallel import ranks_of
 
 
 class PagedSource(BatchModel):
@@ -52,21 +52,17 @@ class PagedSource(BatchModel):
 
     @property
     def config(self):
-        """Of the model."""
         return self.model.config
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the model."""
         return self.model.dtype
 
     @property
     def device(self) -> torch.device:
-        """Of the model's first weight."""
         return self.model.device
 
     def get_output_embeddings(self) -> nn.Module:
-        """Of the model."""
         return self.model.get_output_embeddings()
 
     def _prepare_decoder(self) -> None:
@@ -83,13 +79,13 @@ class PagedSource(BatchModel):
 
 
 def paged_model(model: PreTrainedModel) -> MHA2MLAForCausalLM | PagedSource:
-    """What has ``paged_cache`` and ``forward_batch``: a converted model itself, a source as :class:`PagedSource`."""
+    """A model with ``paged_cache`` and ``forward_batch``: itself if converted, a source as :class:`PagedSource`."""
     return model if isinstance(model, MHA2MLAForCausalLM) else PagedSource(model)
 
 
 def _constants(attention: nn.Module, layer_idx: int) -> AttentionConstants:
-    """Of a layer of transformers' decoders, whose configs and attention modules share these names; under tensor
-    parallelism of a rank's heads."""
+    """Constants of a layer of transformers' decoders, whose configs and attention modules share these names;
+    under tensor parallelism of a rank's heads."""
     config, width = attention.config, attention.head_dim
     ranks = ranks_of(config)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads

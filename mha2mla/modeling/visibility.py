@@ -1,4 +1,4 @@
-"""Which cached tokens a 2-D attention mask shows, and whether the absorbed form can attend to just those.
+"""Cached tokens that a 2-D attention mask shows, and the masks that the absorbed form can obey.
 
 The absorbed form attends, in every sequence, to one run of tokens: from a first one up to the query. So it can obey a
 mask [B, T] if in every sequence the tokens that it shows lie side by side: padding in front of them, padding behind
@@ -27,7 +27,7 @@ REFUSED_MASK = (
 
 
 class VisibleTokens(NamedTuple):
-    """What a mask shows of the tokens that are cached or new; what is not asked for is not worked out.
+    """Cached and new tokens that a mask shows.
 
     Attributes:
         starts: [B] int32, the first token shown; 0 where none is.
@@ -53,7 +53,7 @@ def are_to_the_end(shown: VisibleTokens) -> Tensor:
 
 
 def visible_tokens(attention_mask: Tensor, length: int | Tensor) -> VisibleTokens:
-    """What ``attention_mask`` [B, T] shows of the first ``length`` (int or []) tokens. Worked out on its device."""
+    """Tokens that ``attention_mask`` [B, T] shows of the first ``length`` (int or []) tokens, on its device."""
     token = torch.arange(1, attention_mask.shape[1] + 1, device=attention_mask.device)
     shown = attention_mask.to(torch.bool)
     if isinstance(length, Tensor) or length < attention_mask.shape[1]:

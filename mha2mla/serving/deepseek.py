@@ -20,7 +20,7 @@ from mha2mla.families import FAMILIES
 from mha2mla.modeling.config import MHA2MLAConfig
 
 CONSTANT = 4096.0  # C: exact in 16 bits, and |c|² / 2C² is far below their precision
-LATENT_MULTIPLE = 8  # of the latent's channels
+LATENT_MULTIPLE = 8  # channels of the latent
 # Their layers are DeepSeek's: RMSNorm, attention, RMSNorm, gated MLP.
 _LIKE_DEEPSEEK = [name for name, family in FAMILIES.items() if family.llama_decoder and not family.qk_norm]
 GUARD = "model.kv_a_proj_with_mqa_needs_its_bias"
@@ -42,7 +42,7 @@ class Frequencies:
 
 
 def refusals(config: MHA2MLAConfig) -> list[str]:
-    """What DeepSeek's classes would get wrong or cannot hold, by the config; empty if nothing."""
+    """Reasons, by the config, for which DeepSeek's classes would be wrong or cannot hold it; empty without any."""
     geometries = {config.layer_geometry(index) for index in range(config.num_hidden_layers)}
     source = config.build_source_config()
     windows = {config.layer_sliding_window(index) for index in range(config.num_hidden_layers)}
@@ -142,7 +142,7 @@ def deepseek_config(config: MHA2MLAConfig, frequencies: Frequencies) -> dict[str
         "v_head_dim": geometry.v_head_dim,
         "rope_parameters": {"rope_type": "default", "rope_theta": frequencies.theta},
         "rope_interleave": True,
-        "attention_bias": True,  # which gives kv_a_proj_with_mqa the one that it needs
+        "attention_bias": True,  # for kv_a_proj_with_mqa, which needs one
         "first_k_dense_replace": config.num_hidden_layers,
         "moe_intermediate_size": source.intermediate_size,
         "n_routed_experts": 1,

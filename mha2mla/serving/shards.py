@@ -8,7 +8,7 @@ from torch import Tensor
 
 # Linear layers of vLLM that hold several of a checkpoint's: name there -> names here, in their order.
 STACKED = {f"{mlp}.gate_up_proj": (f"{mlp}.gate_proj", f"{mlp}.up_proj") for mlp in ("mlp", "mlp.shared_expert")}
-# What vLLM's experts call their three matrices, and where it stacks them; Mixtral's checkpoints have these names too.
+# Names of the three matrices of vLLM's experts, and of its stacks; Mixtral's checkpoints have these names too.
 EXPERT_MATRICES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _STACKS = {"w1": "w13_weight", "w3": "w13_weight", "w2": "w2_weight"}
 _EXPERTS = re.compile(r"(.+\.mlp\.experts)\.(?:(\d+)\.(\w+)\.weight|(gate_up_proj|down_proj))")
@@ -16,7 +16,7 @@ _ATTENTION = re.compile(r"(?:^|\.)self_attn\.(.+)$")
 
 
 def attention_name(name: str) -> str | None:
-    """What is behind ``self_attn.`` in a tensor's name; None for tensors of other modules."""
+    """The part of a tensor's name behind ``self_attn.``; None for tensors of other modules."""
     found = _ATTENTION.search(name)
     return found[1] if found else None
 

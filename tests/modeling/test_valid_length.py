@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, DynamicCache
 
 from mha2mla.modeling import LatentCache
-from mha2mla.modeling.valid_length import UncalibratedLengthWarning
+from mha2mla.modeling.guards import UncalibratedLengthWarning
 from tests.modeling import models
 
 LIMIT = 12

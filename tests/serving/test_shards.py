@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.modeling.shards import _ENCODERS, HeadShard
+from mha2mla.modeling.tensor_parallel import _ENCODERS, HeadShard
 from mha2mla.serving.shards import attention_name, expert_parts, placement
 from tests.modeling.models import GEOMETRIES, mla_model
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling import ATTENTION_BACKENDS
-from mha2mla.modeling.shards import HeadShard
+from mha2mla.modeling.tensor_parallel import HeadShard
 from tests.modeling.full_rank import full_rank
 from tests.modeling.models import TOLERANCE, mla_model, randomise, relative_error, source_model, tokens
 

@@ -1,4 +1,4 @@
-"""What one adapter does: describe a source model and read the attention of one of its layers."""
+"""A family as conversion reads it: describes a source model, reads the attention of one of its layers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class FamilyAdapter(Family):
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         tables = self.rotary_tables(config, head_dim, longrope_table)
-        # What the model card says of a model with several tables is what it says of its globally attending layers.
+        # The model card of a model with several tables names that of its globally attending layers.
         table = tables[-1]
         for layer, window in enumerate(self.sliding_windows(config)):
             if window is None:

@@ -1,4 +1,4 @@
-"""What conversion must know of a source model, and what it reads of one of its layers."""
+"""Description of a source model for conversion, and the weights of one of its layers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RotaryTable:
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """What conversion must know of a source model. Layers share everything but the sliding window and, in some
+    """Description of a source model. Layers share everything but the sliding window and, in some
     families, the rotary table and its factor (``of_layer``).
 
     Attributes:

@@ -1,8 +1,9 @@
-"""A word, once, when a sequence is longer than its conversion was made for; from what the host knows, never a sync."""
+"""Refused gradients, where what was cached or computed by kernels has no history; and a warning of long sequences."""
 
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,28 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from mha2mla.modeling.cache import LatentCache
 from mha2mla.modeling.config import MHA2MLAConfig
+
+_NO_HISTORY = (
+    "past_key_values was a LatentCache that held tokens, and it keeps no gradients: those of this call would leave out "
+    "what is cached; expected a DynamicCache or None"
+)
+
+
+class _RefusedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, anchor: Tensor, why: str) -> Tensor:
+        ctx.why = why
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        raise ValueError(ctx.why)
+
+
+def refuse_gradients(value: Tensor, why: str = _NO_HISTORY) -> Tensor:
+    """``value``, which seems to require a gradient; a backward pass that comes here raises ValueError, with ``why``."""
+    with torch.enable_grad():
+        return _RefusedGradient.apply(value, torch.empty(0, requires_grad=True), why)
 
 
 class UncalibratedLengthWarning(UserWarning):
@@ -24,9 +47,9 @@ class LengthWatch:
         self._warned = False
 
     def see(self, cache: Cache | None, tokens: Tensor) -> None:
-        """Looks at a step that brings ``tokens`` [B, S, ...] to what ``cache`` holds.
+        """Checks a step that brings ``tokens`` [B, S, ...] to what ``cache`` holds.
 
-        How many tokens a static cache holds is known to the device alone; what counts is how many it is made for.
+        Only the device knows the tokens of a static cache, so its capacity counts.
         """
         if torch.compiler.is_compiling() or self._is_done:
             return
@@ -38,7 +61,7 @@ class LengthWatch:
         self._compare(length)
 
     def see_batch(self, lengths: Tensor) -> None:
-        """Looks at a ragged step whose sequences have ``lengths`` [B], on the CPU."""
+        """Checks a ragged step whose sequences have ``lengths`` [B], on the CPU."""
         if not (torch.compiler.is_compiling() or self._is_done) and lengths.numel():
             self._compare(int(lengths.max()))
 
