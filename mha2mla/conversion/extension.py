@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -45,6 +47,14 @@ class RecipeObject:
     def to_plain(self) -> dict[str, Any]:
         """Import path and fields, as records hold them."""
         return {"class": f"{type(self).__module__}:{type(self).__qualname__}", **asdict(self)}
+
+    def code_hash(self) -> str:
+        """sha256 of the source of the class; of nothing where Python has none (an interactive session)."""
+        try:
+            code = inspect.getsource(type(self))
+        except (OSError, TypeError):
+            code = ""
+        return hashlib.sha256(code.encode()).hexdigest()
 
 
 class CalibrationSource(RecipeObject, ABC):

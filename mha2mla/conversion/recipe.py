@@ -149,6 +149,12 @@ class Recipe:
         return recipe
 
     @property
+    def objects(self) -> dict[str, RecipeObject]:
+        """The rules, and calibration text that is an object, by their keys."""
+        found = (self.rope_rule, self.low_rank_rule, self.calibration_text)
+        return {each.key: each for each in found if isinstance(each, RecipeObject)}
+
+    @property
     def rope_rule(self) -> RopeRule:
         from mha2mla.conversion.rope.rules import RopeRule  # with torch, which takes longer than a --help
 

@@ -202,6 +202,7 @@ def _request(plan: Plan, weights: dict[str, FileIdentity]) -> dict[str, Any]:
     arguments = plan.arguments
     return {
         "recipe": plan.recipe.flat(),
+        "code of": {key: each.code_hash() for key, each in plan.recipe.objects.items()},
         "source": {name: identity.sha256 for name, identity in weights.items()},
         "compute_dtype": str(arguments.compute_dtype),
         "dtype": None if arguments.dtype is None else str(arguments.dtype),

@@ -1,5 +1,7 @@
 """Rules and texts of users: objects in recipes, in records, and after a conversion."""
 
+import importlib.util
+import linecache
 import re
 import subprocess
 import sys
@@ -144,6 +146,26 @@ def test_an_interrupted_run_compares_the_fields_of_its_rule(source, tmp_path, mo
         convert(source, tmp_path / "out", {**keys, "rope": Middle(5), "calibration.text": Counting(3)})
     report = convert(source, tmp_path / "out", {**keys, "rope": Middle(5)})
     assert report.resumed_layers == report.num_layers and report.recipe["rope"]["selection"] == PATH
+
+
+def test_an_interrupted_run_compares_the_code_of_its_rule(source, tmp_path, monkeypatch):
+    head = "from dataclasses import dataclass\nfrom tests.pipeline.test_extension import Middle\n"
+
+    def rule(comment):
+        (tmp_path / "edited.py").write_text(f"{head}@dataclass(frozen=True)\nclass Mine(Middle):\n    '{comment}'\n")
+        spec = importlib.util.spec_from_file_location("edited", tmp_path / "edited.py")
+        sys.modules["edited"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["edited"])
+        linecache.clearcache()
+        return {**SHORT, "layout": "shared", "rope": sys.modules["edited"].Mine()}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "write_weights", lambda *arguments: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            convert(source, tmp_path / "out", rule("the first"))
+    with pytest.raises(ResumeError, match="differs in code of.rope.selection"):
+        convert(source, tmp_path / "out", rule("the second, longer"))
+    assert convert(source, tmp_path / "out", rule("the first")).resumed_layers == 2
 
 
 def test_convert_normalises_its_keys_once(source, tmp_path):
