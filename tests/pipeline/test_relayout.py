@@ -105,7 +105,7 @@ def test_the_command_line(converted, tmp_path, capsys):
         ({"layout": "shared"}, {}, "layout is 'shared'; expected 'latent'"),
         ({"layout": "latent", "cache_ratio": 0.25}, {}, "cache_ratio is 0.25; expected nothing beside layout='latent'"),
         ({"layout": "latent", "latent.rule": "svd-joint"}, {}, "latent.rule is 'svd-joint'; expected nothing"),
-        ({"layout": "latent", "preset": "quick"}, {}, "preset is 'quick'; expected nothing"),
+        ({"layout": "latent", "preset": "quick"}, {}, "preset is 'quick'; expected none"),
         ({"layout": "latent"}, {"preset": "cpu"}, "preset is 'cpu'; expected none"),
         (Recipe(), {}, "recipe is a Recipe; expected the mapping"),
         ({"layot": "latent"}, {}, "'layot' is unknown"),
