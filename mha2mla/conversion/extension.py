@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 if TYPE_CHECKING:
     import torch
 
-PLUGINS = "mha2mla.rules"  # group of entry points: modules that register names
+PLUGINS = "mha2mla_rules"  # group of entry points: modules that register names
 T = TypeVar("T", bound="type[RecipeObject]")
 
 
