@@ -199,17 +199,6 @@ def latent_basis(
     return LatentBasis(mean.float(), encoder.float(), decoder.float(), SINK_ENERGY * energy.median().item())
 
 
-def predicted_loss(basis: LatentBasis, statistics: LatentStatistics, group: int | None = None) -> float:
-    """Loss of equal bits in ``basis`` by its second-order model, but for a factor that all bases share.
-
-    Noise of a code is as large as the mean energy of its group (of the whole row where ``group`` is None).
-    """
-    encoder, decoder = basis.encoder.double(), basis.decoder.double()
-    energy = (encoder @ statistics.covariance @ encoder.mT).diagonal()
-    noise = torch.cat([part.mean().expand(len(part)) for part in energy.split(group or len(energy))])
-    return (noise * (decoder.mT @ statistics.importance @ decoder).diagonal()).sum().item()
-
-
 def _ridged(matrix: Tensor) -> Tensor:
     return matrix + RIDGE * matrix.diagonal().mean() * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
 

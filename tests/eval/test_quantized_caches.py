@@ -7,14 +7,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from mha2mla.eval.latent_basis import (
-    BASES,
-    LatentStatistics,
-    LatentTap,
-    latent_basis,
-    latent_statistics,
-    predicted_loss,
-)
+from mha2mla.eval.latent_basis import BASES, LatentStatistics, LatentTap, latent_basis, latent_statistics
 from mha2mla.eval.quantized_caches import GroupQuantizer, KVCodes, LatentCodes, QuantizedKV, QuantizedLatent
 from tests.modeling import models
 
@@ -193,15 +186,17 @@ def test_a_basis_is_undone_and_bounded(name):
     assert basis.sink_energy == pytest.approx(10 * median, rel=1e-4)
 
 
-def test_the_predicted_loss_is_what_is_lost():
-    """tr(F e eᵀ) of rounded latents, relative to the random rotation's; and ``balanced`` has the least."""
+def test_rounding_loses_what_the_basis_predicts():
+    """tr(F e eᵀ) of rounded latents is tr(F S⁻¹) tr(C S) relative to the rotation's; ``balanced`` has the least."""
     found, quantizer = statistics(), GroupQuantizer(4, 32)
     predicted, lost = {}, {}
     for name in ("rotation", "importance", "balanced"):
         basis = latent_basis(name, found)
         error = (basis.decode(quantizer.round(basis.encode(found.rows))) - found.rows).double()
         lost[name] = ((error @ found.importance) * error).sum().item()
-        predicted[name] = predicted_loss(basis, found)
+        encoder, decoder = basis.encoder.double(), basis.decoder.double()
+        energy = (encoder @ found.covariance @ encoder.mT).trace()
+        predicted[name] = (energy * (decoder.mT @ found.importance @ decoder).trace()).item()
     for name in predicted:
         assert lost[name] / lost["rotation"] == pytest.approx(predicted[name] / predicted["rotation"], rel=0.1)
     assert predicted["balanced"] < predicted["importance"] < predicted["rotation"]
