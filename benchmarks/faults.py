@@ -411,7 +411,7 @@ FAULTS = tuple(
 -
 +
 # all of a prompt is found in the cache, and no token is left to choose the next one by
-@ mha2mla/loop/prefixes.py
+@ mha2mla/loop/scheduler.py
 ? tests/loop/test_scheduler.py
 -range(0, len(tokens) - self.page_size, self.page_size)
 +range(0, len(tokens) - self.page_size + 1, self.page_size)

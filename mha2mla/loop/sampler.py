@@ -61,7 +61,7 @@ class History:
         self._requests: dict[int, Request] = {}
 
     def of(self, chunks: Sequence[Chunk | None], slots: Tensor) -> Tensor:
-        """[B, V] bool. What a request had when it came to its slot the host says; :meth:`add` what it got since."""
+        """[B, V] bool: tokens that a request brought to its slot, and those of :meth:`add` since."""
         for chunk in filter(None, chunks):
             if not chunk.samples:
                 self._requests.pop(chunk.slot, None)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mha2mla.loop.prefixes import Prefixes
 from mha2mla.loop.request import Request
 from mha2mla.modeling.pages import OutOfPagesError, PageAllocator
 
@@ -36,7 +36,7 @@ class Scheduler:
     """Requests over the pages of one cache.
 
     A step has first the requests that decode, one token each, then prompts in the order of their arrival, as much of
-    them as the budget leaves. What is not admitted yet waits. Where pages run out the request that came last gives its
+    them as the budget leaves. Other requests wait. Where pages run out the request that came last gives its
     own back, and computes them anew later. A sequence that ended stays, for those who begin as it did, until somebody
     needs its pages.
 
@@ -245,3 +245,49 @@ class Scheduler:
         chunk = Chunk(request, request.sequence, request.slot, start, count, samples)
         request.in_flight += samples
         return chunk
+
+
+_ROOT = 0
+
+
+class Prefixes:
+    """Sequences by their first full pages: a trie, whose nodes are found by parent and tokens of the page, compared whole.
+
+    A full page is never written again, so sequences may share it.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self._nodes: dict[tuple[int, tuple[int, ...]], tuple[int, dict[int, None]]] = {}
+        self._paths: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+        self._next = _ROOT + 1
+
+    def put(self, sequence: int, tokens: Sequence[int], count: int) -> None:
+        """The first ``count`` of ``tokens`` are cached in ``sequence``, those of calls before among them."""
+        path = self._paths.setdefault(sequence, [])
+        for page in range(len(path), count // self.page_size):
+            parent = self._nodes[path[-1]][0] if path else _ROOT
+            key = (parent, tuple(tokens[page * self.page_size : (page + 1) * self.page_size]))
+            if key not in self._nodes:
+                self._nodes[key] = (self._next, {})
+                self._next += 1
+            self._nodes[key][1][sequence] = None
+            path.append(key)
+
+    def remove(self, sequence: int) -> None:
+        for key in reversed(self._paths.pop(sequence, [])):
+            owners = self._nodes[key][1]
+            del owners[sequence]
+            if not owners:  # and so its children have none: who has a page has those before it
+                del self._nodes[key]
+
+    def longest(self, tokens: Sequence[int]) -> tuple[int | None, int]:
+        """A sequence that begins as ``tokens`` do, and for how many of them, all but the last at most; or None, 0."""
+        parent, best, found = _ROOT, None, 0
+        for begin in range(0, len(tokens) - self.page_size, self.page_size):
+            node = self._nodes.get((parent, tuple(tokens[begin : begin + self.page_size])))
+            if node is None:
+                break
+            parent, owners = node
+            best, found = next(iter(owners)), begin + self.page_size
+        return best, found

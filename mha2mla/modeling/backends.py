@@ -155,7 +155,7 @@ def _long(widths: tuple[int, ...], v_head_dim: int, dtype: torch.dtype, device: 
 
 
 def _rows(latent: int, geometry: MLAGeometry, page_size: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """What a reference refuses too, since it is the same op: 16-bit rows that are no multiples of 16 bytes."""
+    """Refuses 16-bit rows that are no multiples of 16 bytes, as the reference does: it is the same op."""
     if dtype.itemsize != 2 or not (geometry.kv_lora_rank % latent or geometry.qk_rope_head_dim % 8):
         return None
     return (
@@ -286,7 +286,7 @@ BUILT_IN: Mapping[str, AttentionBackend] = MappingProxyType(
     }
 )
 
-# What serves a converted layer where every op is to have that backend.
+# Attention backend of a converted layer, by the backend of all ops.
 OF_OPS: Mapping[str | None, str | None] = {None: None, "tilelang": "mla_paged", "reference": "mla_reference"}
 
 # The registry that models look names up in; a program adds its own backends to it.

@@ -50,7 +50,7 @@ class SequenceBatch:
         block_table: [B, max_pages] int32, NO_PAGE behind a sequence's pages.
         positions: [N] int32, of each token in its sequence.
         slots: [N] int32, page · page_size + offset of each token; -1: none.
-        lengths: [3, B] int32 on the CPU: new tokens, cached tokens, first visible token. What the host decides by.
+        lengths: [3, B] int32 on the CPU: new tokens, cached tokens, first visible token; the host decides by it.
         order: [B] int64 on the CPU, which of the caller's sequences each row is; -1 for rows that pad the batch.
         sequence_versions: [2, B] int64 on the CPU: the sequence of each row and its generation, by which a
             :class:`~mha2mla.modeling.pages.PageAllocator` knows whether the row's pages are still its own; -1 for rows
@@ -198,7 +198,7 @@ class SequenceBatch:
         return self
 
     def flatten(self, parts: Sequence[Tensor]) -> Tensor:
-        """What the caller has per sequence, each [S_i, ...], as [N, ...] in the order of the rows; zeros for padding.
+        """Tensors of the caller's sequences, each [S_i, ...], as [N, ...] in the order of the rows; zeros for padding.
 
         Raises:
             ValueError: another number of sequences, or of new tokens in one.
@@ -276,7 +276,7 @@ def token_places(
 
 
 def _row_order(query_lengths: Sequence[int], padding: int) -> tuple[list[int], int]:
-    """Which sequence each row is, by their numbers of new tokens, -1 for ``padding`` rows with as many as the shortest;
+    """The sequence of each row, by their numbers of new tokens, -1 for ``padding`` rows with as many as the shortest;
     and how many these are, one if there is no sequence."""
     rows = sorted(range(len(query_lengths)), key=lambda i: query_lengths[i])
     shortest = min(query_lengths, default=1)

@@ -35,7 +35,7 @@ class BatchModel:
         raise NotImplementedError
 
     def get_output_embeddings(self) -> nn.Module:
-        """What makes logits, by transformers' name for it."""
+        """The module that makes logits."""
         raise NotImplementedError
 
     def paged_cache(self, num_pages: int, page_size: int = PAGE_SIZE) -> PagedCache:

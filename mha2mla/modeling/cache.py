@@ -113,7 +113,7 @@ class LatentCache(Cache):
 
     @contextmanager
     def unchanged_by_errors(self) -> Iterator[None]:
-        """What is raised inside leaves the cache with the tokens that it had. For appending: what is raised before
+        """Restores the cache's tokens after an error inside. For appending: an error before
         :meth:`advance` has changed nothing anyway, unless the cache is empty and its layers are only just made."""
         made, was_empty = [layer.is_initialized for layer in self.layers], self.is_empty
         padding_is_left = self.padding_is_left
@@ -130,7 +130,7 @@ class LatentCache(Cache):
             raise
 
     def serve_by(self, name: str | None) -> None:
-        """What is cached, and what comes, is served by the backend of that name (``config.attention_backend``).
+        """Serves cached and new tokens by the backend called ``name`` (``config.attention_backend``).
 
         Raises:
             ValueError: it refuses a layer, or its cache is made of other tensors than what is cached.

@@ -1,4 +1,4 @@
-"""What a paged cache is made of: names, shapes, dtypes and bytes of its tensors, and how they come into being."""
+"""Layouts of a paged cache: names, shapes, dtypes and bytes of its tensors, and their allocation."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _CAPACITY_STEP = 1024
 
 @dataclass(frozen=True)
 class _Buffers:
-    """What a recorded step reads: ``tokens`` and ``positions`` [B, S], ``mask`` [B, capacity]."""
+    """Inputs of a recorded step: ``tokens`` and ``positions`` [B, S], ``mask`` [B, capacity]."""
 
     tokens: Tensor
     positions: Tensor
@@ -51,43 +51,43 @@ class _Buffers:
         self.tokens.copy_(input_ids)
         self.positions.copy_(position_ids)
         if attention_mask is not None:
-            # What lies behind, of a longer sequence before, is beyond the length that the device counts.
+            # The mask of a longer sequence before may lie behind: that is beyond the length that the device counts.
             self.mask[:, : attention_mask.shape[1]].copy_(attention_mask)
 
 
-class _Step(NamedTuple):
+class _Graph(NamedTuple):
     buffers: _Buffers
     logits: Tensor
     replay: Callable[[], None]
 
 
-class CapturedSteps:
-    """The recorded steps over the pages of one cache, by what they were recorded for.
+class DecodeGraphs:
+    """Recorded decode steps over the pages of one cache, by shapes and settings.
 
     A shape is recorded when it comes the second time: what comes once is not worth it, and what a first call compiles
     is compiled by then. Copies and pickles of a cache have none.
 
     Args:
-        home: of the model, which may keep pages and recordings for a later ``generate``: ``is_kept``.
+        store: of the model, which may keep pages and recordings for a later ``generate``: ``is_kept``.
     """
 
-    def __init__(self, home: StepCapture, is_kept: bool) -> None:
-        self._home = weakref.ref(home)  # which has this: no cycle, so that memory goes with the last who wants it
-        self._is_kept, self._recorder = is_kept, home.new_recorder()
+    def __init__(self, store: GraphStore, is_kept: bool) -> None:
+        self._store = weakref.ref(store)  # which has this: no cycle, so that memory goes with the last who wants it
+        self._is_kept, self._recorder = is_kept, store.new_recorder()
         self._owner: Callable[[], LatentCache | None] = lambda: None
         self._pages: LatentCache | None = None
         self._weights: tuple = ()
         self._parameters: list[Callable[[], Tensor | None]] = []  # not kept alive by a cache that somebody holds
         self._addresses: list[int] = []
         self._seen: set[tuple] = set()
-        self._steps: dict[tuple, _Step | None] = {}
+        self._graphs: dict[tuple, _Graph | None] = {}
 
     def __reduce__(self) -> tuple:
         return type(None), ()
 
     def __len__(self) -> int:
-        """How many steps are recorded."""
-        return sum(step is not None for step in self._steps.values())
+        """The number of recorded steps."""
+        return sum(step is not None for step in self._graphs.values())
 
     def logits(
         self,
@@ -108,7 +108,7 @@ class CapturedSteps:
         if not self._fits(cache, *inputs, logits_to_keep):
             return None
         if self._is_stale(cache):
-            self._pages, self._steps, self._seen = cache.sharing_pages(static=True), {}, set()
+            self._pages, self._graphs, self._seen = cache.sharing_pages(static=True), {}, set()
             self._owner, self._weights = weakref.ref(cache), fingerprint(model)
             self._parameters = [weakref.ref(parameter) for parameter in model.parameters()]
             self._addresses = self._where_weights_are()
@@ -121,10 +121,10 @@ class CapturedSteps:
         if key not in self._seen:
             self._seen.add(key)
             return None
-        if key not in self._steps:
+        if key not in self._graphs:
             self._pages.padding_is_left = cache.padding_is_left
-            self._steps[key] = self._recorded(model.forward, inputs, logits_to_keep)
-        if (step := self._steps[key]) is None:
+            self._graphs[key] = self._recorded(model.forward, inputs, logits_to_keep)
+        if (step := self._graphs[key]) is None:
             return None
         step.buffers.load(*inputs)
         step.replay()
@@ -133,7 +133,7 @@ class CapturedSteps:
         return step.logits.clone()
 
     def _is_stale(self, cache: LatentCache) -> bool:
-        """Whether pages or weights lie elsewhere by now. Also between the steps of a call: the first ones may put
+        """True where pages or weights lie elsewhere by now. Also between the steps of a call: the first ones may put
         weights into one storage (``fused_projections.py``)."""
         if self._pages is None or self._pages.layers[0].cache_seqlens is not cache.layers[0].cache_seqlens:
             return True
@@ -151,9 +151,9 @@ class CapturedSteps:
         attention_mask: Any,
         logits_to_keep: int | Tensor,
     ) -> bool:
-        """Whether it is a step of decode that fits the pages, and whose mask the absorbed form obeys."""
-        home = self._home()
-        if home is None or home.failure is not None or torch.is_grad_enabled() or is_recorded(input_ids.device):
+        """True for a decode step that fits the pages, and whose mask the absorbed form obeys."""
+        store = self._store()
+        if store is None or store.failure is not None or torch.is_grad_enabled() or is_recorded(input_ids.device):
             return False
         batch, query_length = input_ids.shape
         if cache.is_empty or cache.is_compileable or batch != cache.layers[0].batch_size:
@@ -166,7 +166,7 @@ class CapturedSteps:
         fits = is_padding_mask(attention_mask) and tokens <= attention_mask.shape[1] <= cache.capacity
         return attention_mask is None or (fits and cache.padding_is_left)
 
-    def _recorded(self, forward: Callable[..., Any], inputs: tuple, logits_to_keep: int) -> _Step | None:
+    def _recorded(self, forward: Callable[..., Any], inputs: tuple, logits_to_keep: int) -> _Graph | None:
         """The step, recorded over what it is now called with; None where it cannot be. Tokens and lengths stay."""
         input_ids, _, attention_mask = inputs
         query_length, pages = input_ids.shape[1], self._pages
@@ -182,15 +182,15 @@ class CapturedSteps:
                 input_ids.device,
             )
         except Exception as error:  # what a capture raises depends on what it met
-            self._home().fail(error)
+            self._store().fail(error)
             return None
         if self._is_kept:
-            self._home().keep(self, pages.nbytes)
-        return _Step(buffers, logits, replay)
+            self._store().keep(self, pages.nbytes)
+        return _Graph(buffers, logits, replay)
 
-    def are_for(self, home: StepCapture, weights: tuple) -> bool:
-        """Whether what is recorded, if anything, is of that model, by its ``fingerprint``."""
-        return self._home() is home and (self._pages is None or weights == self._weights)
+    def are_for(self, store: GraphStore, weights: tuple) -> bool:
+        """True where nothing is recorded, or that model's steps, by its ``fingerprint``."""
+        return self._store() is store and (self._pages is None or weights == self._weights)
 
     def new_cache(self, rows: int, room: int, weights: tuple, config: MHA2MLAConfig) -> LatentCache | None:
         """An empty cache over the pages, if nobody has the one before any more and it would do."""
@@ -208,8 +208,8 @@ class CapturedSteps:
         return cache
 
 
-class StepCapture:
-    """What a model knows of captured decode. Copies and pickles of a model start anew.
+class GraphStore:
+    """A model's decode graphs, kept between calls of ``generate``. Copies and pickles of a model start anew.
 
     Args:
         new_recorder: gives what records the steps over a cache.
@@ -221,14 +221,14 @@ class StepCapture:
     def __init__(self, new_recorder: type[Recorder] = CudaGraphs) -> None:
         self.new_recorder = new_recorder
         self.failure: str | None = None
-        self._kept: CapturedSteps | None = None
+        self._kept: DecodeGraphs | None = None
         self._most_bytes = 0
 
     def __reduce__(self) -> tuple:
         return type(self), (self.new_recorder,)
 
     def release(self) -> None:
-        """Forgets what is kept for later calls, pages included, and a failure. What a living cache has it keeps."""
+        """Frees pages and graphs kept for later calls, and forgets a failure; a living cache keeps its own."""
         self._kept = self.failure = None
 
     def fail(self, error: Exception) -> None:
@@ -237,7 +237,7 @@ class StepCapture:
         self._kept = None
         warnings.warn(f"generate runs without captured decode steps: {self.failure}", stacklevel=2)
 
-    def keep(self, steps: CapturedSteps, nbytes: int) -> None:
+    def keep(self, steps: DecodeGraphs, nbytes: int) -> None:
         """For a later ``generate``, if pages of ``nbytes`` take no more memory than the model does."""
         if nbytes <= self._most_bytes:
             self._kept = steps
@@ -259,11 +259,11 @@ class StepCapture:
             self._kept = None  # before new pages are allocated
             self._most_bytes = sum(parameter.nbytes for parameter in model.parameters())
             cache = LatentCache(config, room=room)
-            cache.captured = CapturedSteps(self, is_kept=True)
+            cache.captured = DecodeGraphs(self, is_kept=True)
         return cache
 
-    def steps_for(self, model: PreTrainedModel, cache: LatentCache) -> CapturedSteps:
-        """Of a cache that the caller brings: what it has, unless the weights changed."""
+    def steps_for(self, model: PreTrainedModel, cache: LatentCache) -> DecodeGraphs:
+        """Graphs of a cache that the caller brings; new ones where the weights changed."""
         if cache.captured is not None and cache.captured.are_for(self, fingerprint(model)):
             return cache.captured
-        return CapturedSteps(self, is_kept=False)
+        return DecodeGraphs(self, is_kept=False)

@@ -1,4 +1,4 @@
-"""What ``generate`` asks of a model that has a latent cache: the cache, masks over a static one, captured steps."""
+"""``generate`` over a latent cache: the cache, masks over a static one, captured steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_masks_for_generate
 
 from mha2mla.modeling.cache import LatentCache
-from mha2mla.modeling.captured import StepCapture
+from mha2mla.modeling.captured import GraphStore
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.recordable import explain_capture
 
@@ -29,15 +29,15 @@ class LatentGenerationMixin(GenerationMixin):
     the config says by these names, for the cache of one call.
     """
 
-    step_capture: StepCapture
+    graph_store: GraphStore
 
     def release_captured(self) -> None:
         """Gives back the memory that ``generate`` keeps for its next call: cache pages and CUDA graphs."""
-        self.step_capture.release()
+        self.graph_store.release()
 
     def explain_uncaptured(self) -> str | None:
         """Why ``generate`` would run its decode steps uncaptured, or None; layers that no kernel serves stay so too."""
-        return explain_capture(self, self.step_capture.new_recorder.device_type) or self.step_capture.failure
+        return explain_capture(self, self.graph_store.new_recorder.device_type) or self.graph_store.failure
 
     def _prepare_generation_config(
         self,
@@ -77,7 +77,7 @@ class LatentGenerationMixin(GenerationMixin):
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """As transformers', and ``mla_captured``, by which ``forward`` knows that it may replay a step."""
+        """transformers' inputs, and ``mla_captured``, by which ``forward`` knows that it may replay a step."""
         inputs = super().prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,
@@ -99,7 +99,7 @@ class LatentGenerationMixin(GenerationMixin):
         position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """What ``generate`` hands to ``forward`` as a mask when the cache is static.
+        """The mask that ``generate`` gives to ``forward`` when the cache is static.
 
         Over a LatentCache it stays 2-D, because the absorbed form takes its starts from it, and gets the cache's
         length, so that a compiled step sees one shape. Other caches get the masks of the source's architecture.
@@ -152,13 +152,13 @@ class LatentGenerationMixin(GenerationMixin):
                 )
             if isinstance(cache, LatentCache):
                 captures = generation_config.capture and self.explain_uncaptured() is None
-                cache.captured = self.step_capture.steps_for(self, cache) if captures else None
+                cache.captured = self.graph_store.steps_for(self, cache) if captures else None
             return
         rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         if kind != "static":
             if generation_config.capture and self.explain_uncaptured() is None:
                 prompt = model_kwargs["position_ids"].shape[-1]
-                cache = self.step_capture.new_cache(self, config, rows, prompt, max_cache_length)
+                cache = self.graph_store.new_cache(self, config, rows, prompt, max_cache_length)
             else:
                 cache = LatentCache(config)
             model_kwargs["past_key_values"] = cache

@@ -26,7 +26,7 @@ class Pages(NamedTuple):
 
 
 class LayerBackend(NamedTuple):
-    """What serves a layer, what its cache is made of, and whether prompts are its own too."""
+    """Backend of a layer, its cache's layout, and whether it serves prompts too."""
 
     backend: AttentionBackend
     layout: CacheLayout
@@ -96,7 +96,7 @@ class LatentLayer(CacheLayerMixin):
         return sum(tensor.nbytes for tensor in self.tensors.values()) if self.is_initialized else 0
 
     def choose(self, name: str | None, dtype: torch.dtype, device: torch.device) -> LayerBackend:
-        """What serves the layer by the backend of that name; None: by what serves it best.
+        """Backend called ``name`` for the layer; None: the best one.
 
         Raises:
             ValueError: it refuses the layer, or its cache is made of other tensors than what is cached.
@@ -124,7 +124,7 @@ class LatentLayer(CacheLayerMixin):
         self.serve_by(self.choose(self.backend_name, key_states.dtype, key_states.device))
         self.dtype = key_states.dtype
         self._set(self._allocated(key_states.shape[0], self.max_pages, key_states.device))
-        # As transformers' StaticLayer: a compiled step may then mutate these in place inside a CUDA graph.
+        # Like transformers' StaticLayer: a compiled step may then mutate these in place inside a CUDA graph.
         if self.is_compileable and not torch.compiler.is_compiling():
             for tensor in (*self.tensors.values(), self.block_table, self.cache_seqlens):
                 torch._dynamo.mark_static_address(tensor)
@@ -148,13 +148,13 @@ class LatentLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def sharing_pages(self, static: bool) -> LatentLayer:
-        """As :meth:`LatentCache.sharing_pages`."""
+        """The layer's part of :meth:`LatentCache.sharing_pages`."""
         twin = copy.copy(self)
         twin.is_compileable, twin.max_cache_len = static, self.capacity if static else None
         return twin
 
     def forget_pages(self) -> None:
-        """As it was before :meth:`lazy_initialization`."""
+        """Back to the state before :meth:`lazy_initialization`."""
         for name in (*Pages._fields, "batch_size", "dtype", "device"):
             if hasattr(self, name):
                 delattr(self, name)
@@ -214,7 +214,7 @@ class LatentLayer(CacheLayerMixin):
         self.grow(self.pages_for(new_tokens) if max_pages is None else max_pages)
 
     def attends(self, query_length: int) -> bool:
-        """Whether the backend attends in a step that brings so many tokens, and not the attention implementation.
+        """True where the backend attends to ``query_length`` new tokens, and not the attention implementation.
 
         Over what is cached it does in the absorbed form; over new tokens alone, which it is cheaper to expand, and over
         longer queries, where it was asked for by name.
@@ -253,7 +253,7 @@ class LatentLayer(CacheLayerMixin):
         )
 
     def count(self, tokens: int) -> None:
-        """What the host knows after ``tokens`` more (or fewer, below 0); the device's part is the cache's."""
+        """Updates the host's length by ``tokens``, negative to crop; the cache updates the device's."""
         if self.is_compileable:
             self.is_empty = self.is_empty and tokens <= 0
         else:
@@ -261,7 +261,7 @@ class LatentLayer(CacheLayerMixin):
             self.is_empty = self._length == 0
 
     def tokens_with(self, new_tokens: int) -> tuple[Tensor, Tensor | None]:
-        """What the expanded form attends over once ``new_tokens`` were written, before they are counted: latents
+        """Tokens that the expanded form reads once ``new_tokens`` are written, before they are counted: latents
         [B, T, d_c] and rotated keys [B, T, G, d_r] if they are cached, as many as :meth:`get_mask_sizes` says."""
         width, _ = self.get_mask_sizes(new_tokens)
         shape = (self.batch_size, self.capacity)
@@ -287,7 +287,7 @@ class LatentLayer(CacheLayerMixin):
             value_states: [B, 1, S, G * d_r], rotated keys; of no width where none are cached, as what is returned.
 
         Returns:
-            What the expanded form attends over, as wide as ``get_mask_sizes`` said before this call: the arguments
+            Tokens that the expanded form reads, as wide as ``get_mask_sizes`` said before this call: the arguments
             themselves if the layer was empty; else [B, 1, T, d_c] and [B, 1, T, G * d_r] with T tokens cached (dynamic)
             or the capacity (static; zeros behind the cached tokens).
 
@@ -339,7 +339,7 @@ class LatentLayer(CacheLayerMixin):
         return self.capacity if self.is_compileable else -1
 
     def used(self) -> list[Tensor]:
-        """As :meth:`rows`, of what the host must take for tokens: a static layer's whole capacity."""
+        """Rows that may hold tokens, as far as the host knows: a static layer's whole capacity."""
         width = self.capacity if self.is_compileable else self._length
         return [rows[:, :width] for rows in self.rows()]
 

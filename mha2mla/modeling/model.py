@@ -19,7 +19,7 @@ from mha2mla.modeling.attention import MLAAttention
 from mha2mla.modeling.batch import SequenceBatch
 from mha2mla.modeling.batch_model import BatchModel
 from mha2mla.modeling.cache import LatentCache
-from mha2mla.modeling.captured import CapturedSteps, StepCapture
+from mha2mla.modeling.captured import DecodeGraphs, GraphStore
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.decoder import FusedDecoder, run_base_model
 from mha2mla.modeling.generation import LatentGenerationMixin
@@ -96,7 +96,7 @@ class MHA2MLAForCausalLM(
     def __init__(self, config: MHA2MLAConfig) -> None:
         super().__init__(config)
         self._length_watch = LengthWatch(config)
-        self.step_capture = StepCapture()
+        self.graph_store = GraphStore()
         self._decoder: FusedDecoder | None = None
 
     @can_return_tuple
@@ -113,7 +113,7 @@ class MHA2MLAForCausalLM(
         output_hidden_states: bool | list[int] | None = None,
         output_router_logits: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        mla_captured: CapturedSteps | None = None,
+        mla_captured: DecodeGraphs | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
         """Logits of the next token: arguments, results and errors of the class above, and those of a LatentCache.

@@ -93,7 +93,7 @@ class PagedCache:
         again. Run a batch that brings new tokens of the sequence before: afterwards it is stale.
 
         Returns:
-            How many pages the sequence gave back; none where some layer sees everything.
+            The number of pages given back; 0 where some layer sees everything.
 
         Raises:
             ValueError: no such sequence.

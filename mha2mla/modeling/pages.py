@@ -30,7 +30,7 @@ class PageCopy:
 
 @dataclass(frozen=True)
 class Growth:
-    """What it takes to grow some sequences together. Nothing has happened yet: :meth:`PageAllocator.commit` does it.
+    """Pages and copies that let some sequences grow together; :meth:`PageAllocator.commit` carries it out.
 
     Attributes:
         new_tokens: per sequence.
@@ -129,9 +129,9 @@ class PageAllocator:
         return sequence
 
     def plan_growth(self, new_tokens: Mapping[int, int]) -> Growth:
-        """What growing these sequences together takes; changes nothing.
+        """Pages and copies for these sequences to grow together; changes nothing.
 
-        Of the owners of a shared page that write to it in one step, the last one keeps it.
+        Where several owners of a shared page write to it in one step, the last one keeps it.
 
         Args:
             new_tokens: per sequence.
@@ -199,7 +199,7 @@ class PageAllocator:
         needed. The sequence stays as long as it is. Batches made before are stale.
 
         Returns:
-            How many pages the sequence gave back; those that others own too are not free by that.
+            The number of pages given back; those that others own too are not free by that.
 
         Raises:
             ValueError: no such sequence, or the tokens are not its own.

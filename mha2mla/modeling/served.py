@@ -1,4 +1,4 @@
-"""What serves the layers of a config on a device, and why: the one answer to that question.
+"""Backends chosen for the layers of a config on a device, with the reasons.
 
 The caches of a model, ``attention_report``, the converter, its model card and ``inspect`` all ask here.
 """
@@ -26,7 +26,7 @@ def find_over_cache(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[AttentionBackend | None, str]:
-    """What serves a layer over a LatentCache, and what is not served, in words; None: the one called ``name`` refuses.
+    """Backend of a layer over a LatentCache, and the refusals before it; None: the one called ``name`` refuses.
 
     With no name given the attention implementation serves what no kernel does on a GPU, where plain torch is slow.
     """
@@ -60,7 +60,7 @@ def name_over_cache(
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """What serves layer ``layer_idx``, and why.
+    """Backend chosen for a layer, with the reason.
 
     Attributes:
         form, backend, reason: of ``generate`` and ``forward`` over a LatentCache: "absorbed" or "expanded"; the name of
@@ -85,7 +85,7 @@ class LayerAttention:
 
     @property
     def why(self) -> str:
-        """What no kernel serves, in words; empty if nothing."""
+        """Reason why no kernel serves; empty where one does."""
         return self.reason or self.batch_reason
 
     def __str__(self) -> str:
@@ -101,7 +101,7 @@ def what_serves(
     query_length: int = 1,
     page_size: int = PAGE_SIZE,
 ) -> tuple[LayerAttention, ...]:
-    """What will serve every layer of a model with this config.
+    """Backends that will serve the layers of a model with this config.
 
     Args:
         config: its ``attention_backend`` and attention implementation count.

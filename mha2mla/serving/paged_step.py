@@ -43,7 +43,7 @@ def host_lengths(query_lengths: Sequence[int], total_lengths: Sequence[int]) -> 
 
     Args:
         query_lengths: new tokens per sequence.
-        total_lengths: tokens with the new ones. Of short queries an upper bound is enough.
+        total_lengths: tokens with the new ones; an upper bound is enough for short queries.
     """
     rows = [query_lengths, [max(0, t - q) for q, t in zip(query_lengths, total_lengths, strict=True)]]
     return torch.tensor([*rows, [0] * len(query_lengths)], dtype=torch.int32).view(3, -1)

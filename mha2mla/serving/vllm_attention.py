@@ -51,7 +51,7 @@ class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
-        """Of decode steps; not with drafts longer than the decode op takes: what the mixed op launches depends on
+        """Graphs of decode steps; not with drafts longer than the decode op takes: launches of the mixed op depend on
         lengths that only the host knows."""
         if 1 + vllm_config.num_speculative_tokens > MAX_DECODE_QUERY_LENGTH:
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE

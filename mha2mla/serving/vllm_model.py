@@ -89,7 +89,7 @@ def _number_of_experts(source: PreTrainedConfig) -> int:
 
 
 def _is_dense(source: PreTrainedConfig, layer_idx: int) -> bool:
-    """Whether a layer has one MLP, in a family with experts or without."""
+    """True for a layer with one MLP, in a family with experts or without."""
     listed = layer_idx in (getattr(source, "mlp_only_layers", None) or ())
     return not _number_of_experts(source) or listed or (layer_idx + 1) % getattr(source, "decoder_sparse_step", 1) > 0
 
@@ -119,7 +119,7 @@ class DecoderLayer(nn.Module):
         return self._after(after_mlp, self.mlp(hidden_states)), residual
 
     def _before(self, name: str | None, branch: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What a block reads, and the residual stream with ``branch`` in it."""
+        """A block's input, and the residual stream with ``branch`` in it."""
         if name is None:
             residual = branch if residual is None else branch + residual
             return residual, residual
@@ -168,7 +168,7 @@ class VLLMModel(nn.Module):
 
 
 class VLLMForCausalLM(nn.Module):
-    """What vLLM builds for ``MHA2MLAForCausalLM``.
+    """The model that vLLM builds for ``MHA2MLAForCausalLM``.
 
     Raises:
         ValueError: a source, cache dtype, quantisation or number of ranks that is not served, by name.

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, StoppingCriteria
 
 from mha2mla.modeling import LatentCache, modeling_mha2mla
 from mha2mla.modeling import cache as cache_module
-from mha2mla.modeling.captured import StepCapture
+from mha2mla.modeling.captured import GraphStore
 from mha2mla.modeling.recorders import CudaGraphs
 from tests.modeling import models
 from tests.modeling.tape import Refusing, Tape
@@ -58,7 +58,7 @@ def as_on_a_gpu(monkeypatch):
 
 def captured_model(case: str = "per-group", recorder: type = Tape, **keys):
     model = models.mla_model(case, **keys)
-    model.step_capture = StepCapture(recorder)
+    model.graph_store = GraphStore(recorder)
     return model
 
 
@@ -136,7 +136,7 @@ def test_assisted_decoding(case, sampled):
         expected = generate(model, inputs, capture=False, **options, **drafts).sequences
         out = generate(model, inputs, **options, **drafts)
         assert torch.equal(out.sequences, expected) and recordings(out) >= 1
-        widths = {key[0][0][1] for key in out.past_key_values.captured._steps}
+        widths = {key[0][0][1] for key in out.past_key_values.captured._graphs}
         assert max(widths) > 1, widths
 
 
@@ -191,7 +191,7 @@ def test_only_generate_replays(monkeypatch):
     """A cache that generate returned, and was captured over, is any other in a call of one's own."""
     model, inputs = captured_model(), padded(9)
     out = generate(model, inputs)
-    recorded = next(iter(out.past_key_values.captured._steps.values()))
+    recorded = next(iter(out.past_key_values.captured._graphs.values()))
     monkeypatch.setattr(type(recorded), "replay", None)
     last = out.sequences[:, -1:]
     with torch.no_grad():
@@ -273,12 +273,12 @@ def test_a_model_takes_what_it_keeps_with_it():
     """Without a garbage collection."""
     model, inputs = captured_model(**LARGE), padded(9, 4)
     pages = weakref.ref(generate(model, inputs).past_key_values.layers[0].tensors["latent_cache"])
-    home = weakref.ref(model.step_capture)
+    home = weakref.ref(model.graph_store)
     gc.collect()
     gc.disable()
     try:
         assert pages() is not None
-        model.step_capture = StepCapture(Tape)
+        model.graph_store = GraphStore(Tape)
         assert home() is None and pages() is None
     finally:
         gc.enable()
@@ -319,7 +319,7 @@ REFUSALS = {
     "may be swapped": adapted,
     "model is compiled": lambda model: model.compile(backend="eager"),
     "quantisation cannot": lambda model: setattr(model, "hf_quantizer", SimpleNamespace(is_compileable=False)),
-    "not on one cuda device": lambda model: setattr(model, "step_capture", StepCapture(CudaGraphs)),
+    "not on one cuda device": lambda model: setattr(model, "graph_store", GraphStore(CudaGraphs)),
     "not on one cpu device": lambda model: model.lm_head.to("meta"),
 }
 
@@ -387,9 +387,9 @@ def test_copies_and_pickles_have_no_recordings():
     model, inputs = captured_model(**LARGE), padded(9, 4)
     out = generate(model, inputs)
     twin = copy.deepcopy(model)
-    assert twin.step_capture._kept is None and model.step_capture._kept is out.past_key_values.captured
+    assert twin.graph_store._kept is None and model.graph_store._kept is out.past_key_values.captured
     assert torch.equal(generate(twin, inputs).sequences, out.sequences)
-    assert pickle.loads(pickle.dumps(model.step_capture))._kept is None
+    assert pickle.loads(pickle.dumps(model.graph_store))._kept is None
     assert copy.deepcopy(out.past_key_values).captured is None
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mha2mla
 from mha2mla.environment import cache_folder
-from mha2mla.modeling.captured import StepCapture
+from mha2mla.modeling.captured import GraphStore
 from tests.modeling import models
 from tests.modeling.tape import Tape
 
@@ -67,7 +67,7 @@ def test_tokens_in_float32(folders, name, tokens):
     """Where the expanded form attends nothing is captured, and the tokens are the same again."""
     model = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32).eval()
     model.config.attention_backend = name
-    model.step_capture, ids = StepCapture(Tape), prompt()
+    model.graph_store, ids = GraphStore(Tape), prompt()
     out = generate(model, ids, tokens, output_logits=True)
     assert out.sequences.shape[1] == ids.shape[1] + tokens
     assert len(out.past_key_values.captured) == (name != "mla_expanded")
