@@ -251,7 +251,7 @@ _ROOT = 0
 
 
 class Prefixes:
-    """Sequences by their first full pages: a trie, whose nodes are found by parent and tokens of the page, compared whole.
+    """Sequences by their first full pages: a trie whose nodes are found by parent and tokens of the page.
 
     A full page is never written again, so sequences may share it.
     """
