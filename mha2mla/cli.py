@@ -14,10 +14,23 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Parameter
 
 from mha2mla.checkpoints import damage_named, find_checkpoint, find_converted, read_object, shorten
+from mha2mla.conversion.target import DEFAULT_LAYOUT, LayoutName
 from mha2mla.environment import installed_version
 from mha2mla.eval_verbs import checks, evaluation
 from mha2mla.files import output_file, picture_file, report, report_file, write_output
-from mha2mla.flags import RECIPE, Device, Dtype, Json, Numbers, RecipeFlags, Texts, flag, load_recipe, torch_dtype
+from mha2mla.flags import (
+    RECIPE,
+    SEVERAL,
+    Device,
+    Dtype,
+    Json,
+    Numbers,
+    RecipeFlags,
+    Texts,
+    flag,
+    load_recipe,
+    torch_dtype,
+)
 from mha2mla.terminal import forgiving_streams
 
 # Errors that a user can correct: bad arguments, missing files, an extra that is not installed. Any other error is a
@@ -319,6 +332,48 @@ def inspect_checkpoint(
         print(f"weights and code are what the conversion wrote: {len(fields['verified'])} files")
     if record is not None:
         write_json(record, kind="inspection", rows=fields.pop("geometries"), **fields)
+
+
+@app.command
+def plan(
+    source: str,
+    /,
+    *,
+    gpu: str | None = None,
+    tp: int = 1,
+    context: int = 8192,
+    cache_ratio: Annotated[list[float] | None, SEVERAL] = None,
+    layout: Annotated[list[LayoutName] | None, SEVERAL] = None,
+    json: Json = None,
+) -> None:
+    """Cache, capacity, speed and cost of converting a model, from its config alone.
+
+    Steps are predicted from bytes and products; losses are those measured on small models, never extrapolated.
+
+        mha2mla plan path/to/llama --gpu h100-80gb --tp 2
+
+    Args:
+        source: folder, config.json, hub id, or a known shape such as llama-3-70b; of an MHA/GQA model.
+        gpu: such as h100-80gb, h200-141gb or a100-80gb; default this machine's.
+        tp: GPUs that the model is split over; bytes and batches are then of each.
+        context: tokens of a sequence.
+        cache_ratio: one or several shares of the source's cache; default 0.5 0.3125 0.25 0.1875 0.125.
+        layout: one or several; default latent.
+    """
+    record = report_file(json, "plan", source)
+    from mha2mla.eval.report import print_table, print_values, write_json
+    from mha2mla.pipeline import plan as sizing
+
+    options = {"cache_ratios": cache_ratio or sizing.CACHE_RATIOS, "layouts": layout or (DEFAULT_LAYOUT,)}
+    found = sizing.plan(source, gpu=gpu, tp=tp, context=context, **options)
+    print_values(found.summary)
+    print_table(found.rows, title="each GPU", columns=sizing.CAPACITY_COLUMNS, caption=sizing.STEP_NOTE)
+    converted = found.rows[1:]
+    print_table(converted, title="perplexity relative to the source model", columns=sizing.LOSS_COLUMNS)
+    print_table(converted, title="conversion", columns=sizing.COST_COLUMNS, caption=sizing.COST_NOTE)
+    print("\n".join(found.commands))
+    if record is not None:
+        write_json(record, kind="plan", rows=found.rows, summary=found.summary, commands=found.commands)
 
 
 @app.command

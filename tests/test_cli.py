@@ -25,7 +25,7 @@ def parsed_recipe(*flags: str) -> dict:
 def test_help_names_every_verb(capsys):
     assert run("--help") == 0
     text = capsys.readouterr().out
-    assert len(VERBS) == 12 and all(verb[0] in text for verb in VERBS)
+    assert len(VERBS) == 13 and all(verb[0] in text for verb in VERBS)
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=" ".join)

@@ -56,7 +56,7 @@ class Layout:
     def share_of(self, budget: int, head_dim: int) -> float:
         """The layout's own share of a budget, less where queries and keys would be wider than :data:`FUSED_WIDTH`."""
         room = FUSED_WIDTH - self.nope_width(head_dim, 0)
-        return self.rope_share if self.per_group or room < GRANULE else min(self.rope_share, room / budget)
+        return self.rope_share if self.per_group or room < GRANULE else min(self.rope_share, room / max(budget, 1))
 
     def free_width(self, key_width: int, head_dim: int, rank: int) -> int:
         """d_r where it costs no cache: the widest that fast kernels serve at d_c = ``rank``, with keys of at most

@@ -196,12 +196,13 @@ def check_model_folder(folder: Path) -> None:
                 StoredParameters(model, reader.names()).check(reader.headers(), str(folder))
 
 
-def open_source(folder: Path, *, longrope_table: str = "short") -> Source:
-    """Looks at everything that can be refused without reading weights.
+def read_source_config(
+    folder: Path, *, longrope_table: str = "short"
+) -> tuple[PreTrainedConfig, FamilyAdapter, SourceSpec]:
+    """Config, family and attention of a source, from its ``config.json`` alone.
 
     Raises:
-        UnsupportedSourceError: the source cannot be converted, by name of what stands in the way.
-        CheckpointError: it is incomplete or damaged, or a file of it is no regular file inside the folder.
+        UnsupportedSourceError, CheckpointError: as :func:`open_source`, of the config.
     """
     values = _config_values(folder)
     adapter = adapter_for(values)
@@ -211,6 +212,17 @@ def open_source(folder: Path, *, longrope_table: str = "short") -> Source:
     with damage_named(f"{folder / CONFIG_FILE} describes no {config.model_type} that can be converted"):
         spec = adapter.specify(config, longrope_table=longrope_table)
     _check_spec(spec)
+    return config, adapter, spec
+
+
+def open_source(folder: Path, *, longrope_table: str = "short") -> Source:
+    """Looks at everything that can be refused without reading weights.
+
+    Raises:
+        UnsupportedSourceError: the source cannot be converted, by name of what stands in the way.
+        CheckpointError: it is incomplete or damaged, or a file of it is no regular file inside the folder.
+    """
+    config, adapter, spec = read_source_config(folder, longrope_table=longrope_table)
     reader = CheckpointReader(folder)
     check_config(config.to_dict(), reader.names())
     return Source(folder, config, reader, _companions(folder), spec.sliding_windows, adapter, spec)

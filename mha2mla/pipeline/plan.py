@@ -1,0 +1,222 @@
+"""Plan of a conversion from a config alone, as rows: cache, capacity, kernel, step time, losses on record, cost."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from mha2mla.checkpoints import CONFIG_FILE, find_checkpoint
+from mha2mla.conversion.families import SourceSpec, adapter_for
+from mha2mla.conversion.layer_walk import converted_config
+from mha2mla.conversion.recipe import Recipe, normalize_keys
+from mha2mla.conversion.source.opening import read_source_config
+from mha2mla.conversion.target import DEFAULT_LAYOUT, LayoutName
+from mha2mla.modeling.cache_layout import PAGE_SIZE, fp8_layout
+from mha2mla.modeling.tensor_parallel import HeadShard
+from mha2mla.sizing import (
+    ATTENTION_OVER_PREDICTED,
+    GPU,
+    ITEMSIZE,
+    MEASURED_LOSSES,
+    MEASURED_OVER_PREDICTED,
+    NOT_MEASURED,
+    Footprint,
+    conversion_cost,
+    decode_kernel,
+    find_gpu,
+    footprint,
+)
+from mha2mla.trial_models import SHAPES, source_config
+
+CACHE_RATIOS = (0.5, 0.3125, 0.25, 0.1875, 0.125)
+PORTABLE = "latent_portable"  # 2.1 ms for 268 MB of latents on an H200 (docs/limits.md): bound by neither limit
+STEP_NOTE = (
+    "Largest batch and context: weights and cache in nine tenths of the memory, bfloat16. Step times are predicted:"
+    " reading and multiplying, without gaps and communication. Measured on one H200: steps took"
+    f" {MEASURED_OVER_PREDICTED[0]} to {MEASURED_OVER_PREDICTED[1]} times as long, attention over computed rotary keys"
+    f" alone {ATTENTION_OVER_PREDICTED[0]:.2f} to {ATTENTION_OVER_PREDICTED[1]:.2f} times. Other GPUs: not measured."
+    " The source's row is the bound of any implementation."
+)
+COST_NOTE = (
+    "Estimates from measured conversions of up to 8B parameters; larger layers are extrapolated. Text that the"
+    " source writes is counted for small models alone. Preset quick where gradient steps would not fit into the GPU."
+)
+CAPACITY_COLUMNS = {
+    "layout": "layout",
+    "cache_ratio": "cache ratio",
+    "d_c": "d_c",
+    "G": "G",
+    "d_r": "d_r",
+    "bytes_per_token": "cache, B/token",
+    "bytes_per_token_8_bit": "with 8-bit latent",
+    "weights_gb": "weights, GB",
+    "largest_batch": "largest batch",
+    "largest_context": "largest context, batch 1",
+    "kernel": "decode kernel",
+    "step_ms_1": "step, ms, batch 1",
+    "step_ms_largest": "step, ms, largest batch",
+    "tokens_per_s": "tokens/s there",
+    "note": "note",
+}
+LOSS_COLUMNS = {"layout": "layout", "cache_ratio": "cache ratio", "loss": "this checkpoint"} | {
+    model: f"{model}: {texts}" for model, (texts, _) in MEASURED_LOSSES.items()
+}
+COST_COLUMNS = {
+    "layout": "layout",
+    "cache_ratio": "cache ratio",
+    "preset": "preset",
+    "growth": "growth of weights, %",
+    "minutes": "minutes, one H200",
+    "gpu_gib": "GPU memory, GiB",
+    "host_gib": "host memory, GiB",
+    "disk_gb": "disk, GB",
+}
+
+
+def read_source(source: str | os.PathLike[str]) -> tuple[PreTrainedConfig, SourceSpec]:
+    """Config and attention of a source, without its weights: a folder, a ``config.json``, a shape's name or a hub id.
+
+    Raises:
+        UnsupportedSourceError, CheckpointError: as ``convert`` refuses the config.
+        FileNotFoundError: it is not there.
+    """
+    path = Path(source).expanduser()
+    if path.name == CONFIG_FILE and path.is_file():
+        path = path.parent
+    elif not path.is_dir():
+        if str(source) in SHAPES:
+            config = source_config(str(source))
+            return config, adapter_for(config.to_dict()).specify(config)
+        from huggingface_hub import hf_hub_download
+
+        path = Path(hf_hub_download(find_checkpoint(source, "source"), CONFIG_FILE)).parent
+    find_checkpoint(path, "source")
+    config, _, spec = read_source_config(path)
+    return config, spec
+
+
+@dataclass(frozen=True)
+class SizingPlan:
+    """Plan of a source's conversions.
+
+    Attributes:
+        summary: source, GPU, tp, context, and how the GPU was chosen.
+        rows: one for the source, then one by layout and cache ratio; bytes, batches and times are of each GPU.
+        commands: the command line of each conversion that fits the source.
+    """
+
+    summary: dict[str, Any]
+    rows: list[dict[str, Any]]
+    commands: list[str]
+
+
+def plan(
+    source: str | os.PathLike[str],
+    *,
+    gpu: str | None = None,
+    tp: int = 1,
+    context: int = 8192,
+    cache_ratios: Sequence[float] = CACHE_RATIOS,
+    layouts: Sequence[LayoutName] = (DEFAULT_LAYOUT,),
+) -> SizingPlan:
+    """Cache, capacity, kernel, predicted step and conversion cost of a source's conversions, by cache ratio.
+
+    Args:
+        source: as :func:`read_source`.
+        gpu: one of :data:`GPUS`; default this machine's.
+        tp: GPUs that a model is split over.
+        context: tokens of a sequence.
+        cache_ratios: elements cached after / before conversion, each in (0, 1].
+        layouts: of the cache.
+
+    Raises:
+        ValueError: an argument out of range, by name, or a source that cannot be converted.
+        FileNotFoundError: there is no such source.
+    """
+    for name, value in (("tp", tp), ("context", context)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; expected 1 or more")
+    for ratio in cache_ratios:
+        if not 0 < ratio <= 1:
+            raise ValueError(f"cache_ratio is {ratio}; expected a number above 0, at most 1")
+    machine, chosen = find_gpu(gpu)
+    config, spec = read_source(source)
+    if spec.num_attention_heads % tp:
+        raise ValueError(f"tp is {tp}; expected a divisor of the source's {spec.num_attention_heads} query heads")
+    before = footprint(config, None, spec, tp)
+    rows = [{"layout": "source", **_capacity(before, machine, context, is_served=True)}]
+    commands = []
+    path = Path(source).expanduser()
+    path = path.parent if path.name == CONFIG_FILE else path
+    name = path.resolve().name
+    typed = f"path/to/{name}" if source in SHAPES and not path.is_dir() else os.fspath(path)
+    for layout, ratio in product(layouts, cache_ratios):
+        row: dict[str, Any] = {"layout": layout, "cache_ratio": ratio}
+        rows.append(row)
+        try:
+            row |= _converted_row(config, spec, before, machine, tp, context, layout, ratio)
+        except ValueError as error:
+            row["note"] = f"no conversion: {error}"
+            continue
+        for model, (_, figures) in MEASURED_LOSSES.items():
+            row[model] = figures.get((row["preset"], layout), {}).get(ratio, NOT_MEASURED)
+        row["loss"] = "1" if ratio == 1 else row.get(name, NOT_MEASURED)
+        words = ["mha2mla", "convert", typed, f"{name}-{layout}-{ratio:g}", "--cache-ratio", f"{ratio:g}"]
+        words += ["--layout", layout] if layout != DEFAULT_LAYOUT else []
+        commands.append(shlex.join(words + (["--preset", "quick"] if row["preset"] == "quick" else [])))
+    summary = {"source": os.fspath(source), "parameters": before.parameters, "gpu": machine.name, "chosen": chosen}
+    summary |= {"tp": tp, "context": context, "longest_context_of_the_model": config.max_position_embeddings}
+    return SizingPlan(summary, rows, commands)
+
+
+def _converted_row(
+    config: PreTrainedConfig,
+    spec: SourceSpec,
+    before: Footprint,
+    machine: GPU,
+    tp: int,
+    context: int,
+    layout: str,
+    ratio: float,
+) -> dict[str, Any]:
+    target = {"cache_ratio": ratio, "layout": layout}
+    recipe, _ = Recipe.choose(normalize_keys(target), "cuda")
+    cost = conversion_cost(before.layer_parameters, spec.num_layers, fitted=recipe.fit.steps > 0)
+    if cost["gpu_gib"] > machine.memory / 2**30:
+        recipe = Recipe.from_preset("quick", **target)
+        cost = conversion_cost(before.layer_parameters, spec.num_layers, fitted=False)
+    whole = recipe.geometry(spec)
+    geometry = HeadShard.of(whole, 0, tp).geometry
+    after = footprint(converted_config(config, spec, (whole,) * spec.num_layers, recipe), geometry, spec, tp)
+    kernel, why = decode_kernel(geometry, machine.capability)
+    eight_bits, _ = decode_kernel(geometry, machine.capability, codes=True)
+    row = {"d_c": whole.kv_lora_rank, "G": whole.num_rope_heads, "d_r": whole.qk_rope_head_dim, "kernel": kernel}
+    why = "no prediction: this kernel is slower than its bytes" if kernel == PORTABLE else why
+    row |= {"note": why, "kernel_8_bit": eight_bits}
+    row |= _capacity(after, machine, context, is_served=kernel not in (None, PORTABLE))
+    codes = fp8_layout(geometry, PAGE_SIZE).bytes_per_token * spec.num_layers
+    row |= {"bytes_per_token_8_bit": codes if eight_bits else None}
+    row |= {"preset": recipe.preset, "growth": 100 * (after.parameters / before.parameters - 1), **cost}
+    # Two streams of activations in float32, and the checkpoint with its finished layers, which a resume would read.
+    streams = 2 * 4 * recipe.calibration.tokens * spec.hidden_size
+    layers = ITEMSIZE * after.layer_parameters * spec.num_layers
+    return row | {"disk_gb": (ITEMSIZE * after.parameters + layers + streams) / 1e9}
+
+
+def _capacity(model: Footprint, machine: GPU, context: int, *, is_served: bool) -> dict[str, Any]:
+    """Cache, largest batch and context, and where a kernel decodes predicted steps: at batch 1 and at the largest."""
+    batch = model.largest_batch(machine, context)
+    found: dict[str, Any] = {"weights_gb": model.weights / 1e9, "bytes_per_token": model.cache_bytes_per_token}
+    found |= {"largest_batch": batch, "largest_context": model.largest_context(machine)}
+    if batch and is_served:
+        step = model.step_seconds(machine, batch, context)
+        found |= {"step_ms_1": 1e3 * model.step_seconds(machine, 1, context), "step_ms_largest": 1e3 * step}
+        found |= {"tokens_per_s": batch / step}
+    return found

@@ -1,0 +1,113 @@
+"""Rows of `mha2mla plan`, and the page that shows them."""
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import mha2mla
+from mha2mla.conversion.recipe import Recipe
+from mha2mla.eval.report import format_value
+from mha2mla.pipeline.plan import CACHE_RATIOS, CAPACITY_COLUMNS, COST_COLUMNS, plan
+from mha2mla.sizing import NOT_MEASURED
+from tests.commands import parse, run
+
+PAGE = Path(__file__).parents[2] / "docs" / "sizing.md"
+LEFT_OUT = {"layout", "G", "note", "growth", "step_ms_largest"}
+
+
+def as_markdown(rows: list[dict], columns: dict[str, str]) -> list[str]:
+    """Lines of a table."""
+    columns = {key: heading for key, heading in columns.items() if key not in LEFT_OUT}
+    rows = [row | {"cache_ratio": f"{row['cache_ratio']:g}" if "cache_ratio" in row else "source"} for row in rows]
+    cells = [[format_value(row.get(key)) for key in columns] for row in rows]
+    return ["| " + " | ".join(line) + " |" for line in ([*columns.values()], ["---"] * len(columns), *cells)]
+
+
+def plan_of(command: str):
+    given = parse(*shlex.split(command)[1:])
+    options = {key: given[key] for key in ("gpu", "tp", "context") if key in given}
+    return plan(given["source"], cache_ratios=given.get("cache_ratio", CACHE_RATIOS), **options)
+
+
+def test_sizing_page_is_what_the_command_prints():
+    text = PAGE.read_text(encoding="utf-8")
+    commands = re.findall(r"^mha2mla plan (?!path).*$", text, re.M)
+    sections = re.split(r"^mha2mla plan (?!path).*$", text, flags=re.M)[1:]
+    assert len(commands) == 3
+    for command, section in zip(commands, sections, strict=True):
+        found = plan_of(command)
+        lines = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("|")]
+        assert lines == as_markdown(found.rows, CAPACITY_COLUMNS) + as_markdown(found.rows[1:], COST_COLUMNS)
+
+
+def test_plan_has_the_geometry_that_convert_writes(tiny_source, tiny_converted):
+    config = mha2mla.load(str(tiny_converted), device="cpu", dtype=torch.float32)[0].config
+    source, row = plan(tiny_source, cache_ratios=(0.5,), layouts=("per-group",)).rows
+    geometry = config.layer_geometry(0)
+    assert (row["d_c"], row["G"], row["d_r"]) == (
+        geometry.kv_lora_rank, geometry.num_rope_heads, geometry.qk_rope_head_dim
+    )  # fmt: skip
+    assert row["bytes_per_token"] == config.cache_bytes_per_token(2)
+    assert source["bytes_per_token"] == config.source_cache_bytes_per_token(2)
+
+
+def test_plan_reads_nothing_but_the_config(tiny_source, tmp_path):
+    shutil.copy(tiny_source / "config.json", tmp_path)
+    expected = plan(tiny_source, cache_ratios=(0.5,)).rows
+    for source in (tmp_path, tmp_path / "config.json"):
+        assert plan(source, cache_ratios=(0.5,)).rows == expected
+
+
+def test_plan_gives_commands_that_parse():
+    found = plan("llama-3-70b", gpu="h100-80gb", tp=4, cache_ratios=(0.5, 1.0), layouts=("latent", "shared"))
+    for command, row in zip(found.commands, found.rows[1:], strict=True):
+        given = parse(*shlex.split(command)[1:])
+        recipe = {key: value for key, value in vars(given["keys"]).items() if value is not None}
+        assert float(recipe["cache_ratio"]) == row["cache_ratio"] and recipe.get("layout", "latent") == row["layout"]
+        assert Recipe(**recipe | {"cache_ratio": float(recipe["cache_ratio"])}).preset == "quick" == row["preset"]
+
+
+def test_plan_never_extrapolates_a_loss():
+    assert {row["loss"] for row in plan("llama-3-8b", gpu="h200-141gb").rows[1:]} == {NOT_MEASURED}
+
+
+def test_plan_predicts_no_step_without_a_fast_kernel():
+    for row in plan("llama-3-8b", gpu="a100-80gb", cache_ratios=(1.0, 0.25)).rows[1:]:
+        assert "step_ms_1" not in row and row["note"] and row["largest_batch"] > 0
+
+
+def test_plan_says_which_ratio_is_too_small(tiny_source):
+    (row,) = plan(tiny_source, cache_ratios=(0.0001,), layouts=("shared",)).rows[1:]
+    assert row["note"].startswith("no conversion: cache_ratio is 0.0001, 0 numbers per token and layer")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp": 3}, "tp is 3; expected a divisor of the source's 4 query heads"),
+        ({"context": 0}, "context is 0; expected 1 or more"),
+        ({"cache_ratios": (1.5,)}, "cache_ratio is 1.5; expected a number above 0, at most 1"),
+    ],
+)
+def test_plan_refuses_by_name(tiny_source, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan(tiny_source, **options)
+
+
+def test_plan_refuses_what_is_converted(tiny_converted):
+    with pytest.raises(ValueError, match="it is already converted"):
+        plan(tiny_converted)
+
+
+def test_plan_verb_prints_and_writes(tiny_source, tmp_path, capsys):
+    file = tmp_path / "plan.json"
+    assert run("plan", tiny_source, "--gpu", "h100-80gb", "--cache-ratio", "0.5", "--json", file) == 0
+    out = capsys.readouterr().out
+    assert NOT_MEASURED in out and "SmolLM2-135M-Instruct" in out and f"mha2mla convert {tiny_source}" in out
+    written = json.loads(file.read_text(encoding="utf-8"))
+    assert written["kind"] == "plan" and len(written["rows"]) == 2 and len(written["commands"]) == 1

@@ -1,0 +1,167 @@
+"""Formulas of `mha2mla plan` against measured points on record."""
+
+import json
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from mha2mla.conversion.families import adapter_for
+from mha2mla.modeling.tensor_parallel import HeadShard
+from mha2mla.sizing import (
+    ATTENTION_OVER_PREDICTED,
+    CONVERSIONS,
+    GPUS,
+    MEASURED_LOSSES,
+    MEASURED_OVER_PREDICTED,
+    Footprint,
+    conversion_cost,
+    decode_kernel,
+    find_gpu,
+    footprint,
+)
+from mha2mla.trial_models import converted_config, source_config
+
+ROOT = Path(__file__).parents[1]
+H200 = GPUS["h200-141gb"]
+LAYOUTS = {
+    "per head 512+16": ("llama-2-7b", "per-group", 512, 16),
+    "shared 448+64": ("llama-3-8b", "shared", 448, 64),
+    "latent 512": ("llama-3-8b", "latent", 512, 64),
+}
+
+
+def rows(*names: str) -> list[dict]:
+    texts = [(ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8") for name in names]
+    return [row for text in texts for row in json.loads(text)["rows"]]
+
+
+def sizes(layout: str, *, source: bool = False, tp: int = 1) -> Footprint:
+    name, kind, rank, rope = LAYOUTS[layout]
+    config = source_config(name)
+    spec = adapter_for(config.to_dict()).specify(config)
+    if source:
+        return footprint(config, None, spec, tp)
+    made = converted_config(config, layout=kind, kv_lora_rank=rank, qk_rope_head_dim=rope)
+    return footprint(made, HeadShard.of(made.layer_geometry(0), 0, tp).geometry, spec, tp)
+
+
+def extremes(factors: list[float]) -> tuple[float, float]:
+    return round(min(factors), 2), round(max(factors), 2)
+
+
+def test_step_reads_the_bytes_on_record():
+    measured = rows("h200-step", "h200-step-second")
+    assert len(measured) == 23
+    for row in measured:
+        model = sizes(row["layout"])
+        assert model.read + row["batch"] * row["context"] * model.cache_bytes_per_token == row["bytes"]
+
+
+def test_step_times_lie_within_the_stated_factor():
+    """A bound: no measured step is faster."""
+    factors = [
+        row["ms"] / 1e3 / sizes(row["layout"]).step_seconds(H200, row["batch"], row["context"])
+        for row in rows("h200-step", "h200-step-second")
+    ]
+    assert extremes(factors) == MEASURED_OVER_PREDICTED
+
+
+def test_attention_times_lie_within_the_stated_factor():
+    factors = {}
+    for row in rows("h200-latent-table", "h200-latent-wide"):
+        rank, rope, heads = row["d_c"], row["d_r"], row["H"]
+        products, keys = 2 * heads * (2 * rank + rope), 2 * rank * rope
+        layer = Footprint(0, 0, 0, 0, 0, 0.0, 2 * rank, products, keys, (None,), True)
+        if row["S_q"] == 1:
+            tokens = round(row["MB"] * 1e6 / (2 * rank))
+            factor = row["us"] / 1e6 / layer.attention_seconds(H200, 1, tokens)
+            factors.setdefault(row["kernel"], []).append(factor)
+    portable = factors.pop("latent_portable")
+    assert extremes(list(chain(*factors.values()))) == ATTENTION_OVER_PREDICTED
+    assert min(portable) > 5, "its steps may be predicted, too"
+
+
+@pytest.mark.parametrize(("tp", "name"), [(1, "h200-one-gpu"), (2, "h200-two-gpus")])
+def test_memory_is_the_measured_one(tp, name):
+    (row,) = rows(name)
+    model = sizes("per head 512+16", tp=tp)
+    cache = row["batch"] * model.cache_bytes(row["context"])
+    assert cache / 1e9 == pytest.approx(row["cache_gb"])
+    assert row["memory_gb"] * 1e9 / (model.weights + cache) == pytest.approx(1, abs=0.02)
+
+
+def test_largest_batch_bounds_that_of_generate():
+    """`generate` prefilled all prompts at once; a converted model's prompts then took most of the memory."""
+    factors = {"source": [], "converted": []}
+    for row in rows("h200-latency-e2e", "h200-latency-e2e-contexts"):
+        if row["op"] == "generate":
+            model = sizes("per head 512+16", source=row["implementation"] == "source")
+            assert model.read == row["weight_bytes"]
+            fits = model.largest_batch(H200, row["seqlen"] + row["new_tokens"])
+            factors[row["implementation"]].append(fits / row["largest_batch"])
+    assert extremes(factors["source"]) == (1.01, 1.21)
+    assert extremes(factors["converted"]) == (2.35, 4.14)
+
+
+def test_conversion_points_are_those_on_record():
+    plain, fitted = rows("h200-convert-scale")[0], rows("h200-convert-scale-llama-3-8b")[0]
+    small = {row["name"]: row for row in rows("h200-conversion-latent")}
+    for way, large, name in ((False, plain, "0.5 quick, latent"), (True, fitted, "0.5 latent")):
+        point = CONVERSIONS[way]
+        assert point[1].seconds * 32 == pytest.approx(large["seconds_of_32_layers"], rel=1e-3)
+        assert point[1].gpu_gib == pytest.approx(large["peak_gpu_gib"], rel=0.01)
+        assert point[1].host_gib == pytest.approx(large["peak_rss_gib"], rel=0.01)
+        seconds = small[name]["calibration_seconds"] + small[name]["convert_seconds"]
+        assert point[0].seconds * 30 == pytest.approx(seconds, rel=1e-3)
+
+
+def test_conversion_time_of_a_third_model():
+    """Qwen2.5-Coder-0.5B, no point of the line: 436 s (docs/quality.md)."""
+    config = source_config("qwen2.5-0.5b")
+    model = footprint(config, None, adapter_for(config.to_dict()).specify(config))
+    predicted = 60 * conversion_cost(model.layer_parameters, 24, fitted=True)["minutes"]
+    assert round(predicted / 436, 2) == 1.51
+
+
+def test_losses_are_those_of_the_quality_page():
+    page = (ROOT / "docs" / "quality.md").read_text(encoding="utf-8").translate(str.maketrans("", "", "*`‡†§"))
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    small, larger = (figures for _, figures in MEASURED_LOSSES.values())
+    for (preset, layout), by_ratio in small.items():
+        name = "the same, shared" if (preset, layout) == ("quick", "shared") else preset
+        on_page = {line[0]: line[5].split(" / ") for line in lines if len(line) == 8 and line[1] == name}
+        assert {f"{ratio:g}": figure.split(" / ") for ratio, figure in by_ratio.items()} == {
+            f"{float(ratio):g}": [losses[0], losses[2]] for ratio, losses in on_page.items()
+        }
+    on_page = {
+        line[0]: f"{line[3]}, {line[5]}" for line in lines if len(line) == 8 and "," in line[1] and "latent" in line[2]
+    }
+    assert {float(ratio): figure for ratio, figure in on_page.items()} == larger["latent", "latent"]
+
+
+def test_routed_experts_are_read_as_tokens_reach_them():
+    model = Footprint(0, 0, 0, 0, 8 * 10**9, 0.25, 0, 0, 0, (), True)
+    one, many = (model.step_seconds(H200, batch, 0) * H200.read_rate for batch in (1, 100))
+    assert one == pytest.approx(2e9) and many == pytest.approx(8e9)
+
+
+def test_footprint_counts_windows():
+    windowed = Footprint(0, 0, 0, 0, 0, 0.0, 2, 0, 0, (None, 128), False)
+    assert windowed.cache_bytes(1000) == 2 * (1024 + 128)
+    assert windowed.attention_seconds(H200, 3, 1000) * H200.read_rate == pytest.approx(3 * 2 * (1000 + 128))
+
+
+def test_decode_kernel_follows_the_gpu():
+    config = converted_config(source_config("llama-3-8b"), layout="latent", kv_lora_rank=256, qk_rope_head_dim=64)
+    geometry = config.layer_geometry(0)
+    assert decode_kernel(geometry, 90) == ("latent_ws", None)
+    assert decode_kernel(geometry, 80) == ("latent_portable", None)
+    assert decode_kernel(geometry, 90, codes=True)[0] == "latent_fp8"
+    kernel, why = decode_kernel(geometry, 80, codes=True)
+    assert kernel is None and "8.0" in why and "9.0" in why
+
+
+def test_gpu_is_refused_by_name():
+    with pytest.raises(ValueError, match="gpu is 'h300'; expected one of h200-141gb, "):
+        find_gpu("h300")
