@@ -277,10 +277,18 @@ def find_gpu(name: str | None) -> tuple[GPU, str]:
     if not torch.cuda.is_available():
         return GPUS[DEFAULT_GPU], "this machine has no GPU; --gpu names another"
     found = torch.cuda.get_device_properties(0)
-    words = found.name.lower().replace("-", " ").split()
-    for each in GPUS.values():
-        model, *kind = each.name.split("-")[:-1]
-        gib = each.memory >> 30
-        if model in words and ("pcie" in kind) == ("pcie" in words) and abs((found.total_memory >> 30) - gib) < 8:
-            return each, f"this machine's {found.name}"
-    raise ValueError(f"gpu is not given and this machine's is {found.name!r}; expected one of {', '.join(GPUS)}")
+    gpu = recognize_gpu(found.name, found.total_memory)
+    if gpu is None:
+        raise ValueError(f"gpu is not given and this machine's is {found.name!r}; expected one of {', '.join(GPUS)}")
+    return gpu, f"this machine's {found.name}"
+
+
+def recognize_gpu(name: str, memory: int) -> GPU | None:
+    """GPU that a driver's ``name`` and bytes of ``memory`` mean; None: not in :data:`GPUS`."""
+    words = name.lower().replace("-", " ").split()
+    matching = [
+        gpu
+        for gpu in GPUS.values()
+        if set(gpu.name.split("-")[:-1]) <= set(words) and abs(memory - gpu.memory) < gpu.memory / 8
+    ]
+    return max(matching, key=lambda gpu: gpu.name.count("-"), default=None)

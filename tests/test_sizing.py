@@ -19,6 +19,7 @@ from mha2mla.sizing import (
     decode_kernel,
     find_gpu,
     footprint,
+    recognize_gpu,
 )
 from mha2mla.trial_models import converted_config, source_config
 
@@ -165,3 +166,20 @@ def test_decode_kernel_follows_the_gpu():
 def test_gpu_is_refused_by_name():
     with pytest.raises(ValueError, match="gpu is 'h300'; expected one of h200-141gb, "):
         find_gpu("h300")
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "expected"),
+    [
+        ("NVIDIA H200", 139.8, "h200-141gb"),
+        ("NVIDIA H100 80GB HBM3", 79.2, "h100-80gb"),
+        ("NVIDIA H100 PCIe", 79.2, "h100-pcie-80gb"),
+        ("NVIDIA A100-SXM4-80GB", 79.2, "a100-80gb"),
+        ("NVIDIA A100-PCIE-40GB", 39.4, "a100-40gb"),
+        ("NVIDIA GeForce RTX 4090", 23.6, "rtx-4090-24gb"),
+        ("NVIDIA GeForce RTX 3090", 23.6, None),
+    ],
+)
+def test_gpu_is_recognized_by_its_driver_name(name, gib, expected):
+    found = recognize_gpu(name, int(gib * 2**30))
+    assert (found and found.name) == expected

@@ -49,8 +49,7 @@ COST_NOTE = (
     " source writes is counted for small models alone. Preset quick where gradient steps would not fit into the GPU."
 )
 CAPACITY_COLUMNS = {
-    "layout": "layout",
-    "cache_ratio": "cache ratio",
+    "target": "target",
     "d_c": "d_c",
     "G": "G",
     "d_r": "d_r",
@@ -65,12 +64,11 @@ CAPACITY_COLUMNS = {
     "tokens_per_s": "tokens/s there",
     "note": "note",
 }
-LOSS_COLUMNS = {"layout": "layout", "cache_ratio": "cache ratio", "loss": "this checkpoint"} | {
+LOSS_COLUMNS = {"target": "target", "loss": "this checkpoint"} | {
     model: f"{model}: {texts}" for model, (texts, _) in MEASURED_LOSSES.items()
 }
 COST_COLUMNS = {
-    "layout": "layout",
-    "cache_ratio": "cache ratio",
+    "target": "target",
     "preset": "preset",
     "growth": "growth of weights, %",
     "minutes": "minutes, one H200",
@@ -151,14 +149,14 @@ def plan(
     if spec.num_attention_heads % tp:
         raise ValueError(f"tp is {tp}; expected a divisor of the source's {spec.num_attention_heads} query heads")
     before = footprint(config, None, spec, tp)
-    rows = [{"layout": "source", **_capacity(before, machine, context, is_served=True)}]
+    rows = [{"target": "source", **_capacity(before, machine, context, is_served=True)}]
     commands = []
     path = Path(source).expanduser()
     path = path.parent if path.name == CONFIG_FILE else path
     name = path.resolve().name
     typed = f"path/to/{name}" if source in SHAPES and not path.is_dir() else os.fspath(path)
     for layout, ratio in product(layouts, cache_ratios):
-        row: dict[str, Any] = {"layout": layout, "cache_ratio": ratio}
+        row: dict[str, Any] = {"target": f"{layout} {ratio:g}", "layout": layout, "cache_ratio": ratio}
         rows.append(row)
         try:
             row |= _converted_row(config, spec, before, machine, tp, context, layout, ratio)

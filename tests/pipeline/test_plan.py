@@ -17,13 +17,12 @@ from mha2mla.sizing import NOT_MEASURED
 from tests.commands import parse, run
 
 PAGE = Path(__file__).parents[2] / "docs" / "sizing.md"
-LEFT_OUT = {"layout", "G", "note", "growth", "step_ms_largest"}
+LEFT_OUT = {"G", "note", "growth", "step_ms_largest"}
 
 
 def as_markdown(rows: list[dict], columns: dict[str, str]) -> list[str]:
     """Lines of a table."""
     columns = {key: heading for key, heading in columns.items() if key not in LEFT_OUT}
-    rows = [row | {"cache_ratio": f"{row['cache_ratio']:g}" if "cache_ratio" in row else "source"} for row in rows]
     cells = [[format_value(row.get(key)) for key in columns] for row in rows]
     return ["| " + " | ".join(line) + " |" for line in ([*columns.values()], ["---"] * len(columns), *cells)]
 
@@ -108,6 +107,11 @@ def test_plan_verb_prints_and_writes(tiny_source, tmp_path, capsys):
     file = tmp_path / "plan.json"
     assert run("plan", tiny_source, "--gpu", "h100-80gb", "--cache-ratio", "0.5", "--json", file) == 0
     out = capsys.readouterr().out
-    assert NOT_MEASURED in out and "SmolLM2-135M-Instruct" in out and f"mha2mla convert {tiny_source}" in out
+    assert (
+        "latent 0.5" in out
+        and NOT_MEASURED in out
+        and "SmolLM2-135M-Instruct" in out
+        and f"mha2mla convert {tiny_source}" in out
+    )
     written = json.loads(file.read_text(encoding="utf-8"))
     assert written["kind"] == "plan" and len(written["rows"]) == 2 and len(written["commands"]) == 1
