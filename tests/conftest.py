@@ -32,6 +32,14 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
 
 
+@pytest.fixture
+def fresh_dynamo():
+    """Nothing that other tests compiled, and nothing left for them."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(scope="session")
 def tiny_source(tmp_path_factory: pytest.TempPathFactory):
     """Folder of a random two-layer Llama (4 query heads, 2 kv heads of width 16) with a byte-level tokenizer."""

@@ -60,7 +60,6 @@ def test_a_mistake_is_one_line_and_exit_code_2(argv, message, tmp_path, monkeypa
 
 @pytest.mark.parametrize("verb", [["inspect"], ["export"], ["eval", "latency"]], ids=" ".join)
 def test_an_unconverted_checkpoint_is_refused(verb, tiny_source, tmp_path):
-    """Before anything is loaded; ``export`` ended in a TypeError of transformers."""
     places = {"export": [tmp_path / "out"], "eval": [tiny_source]}.get(verb[0], [])
     done = command(*map(str, [*verb, tiny_source, *places]))
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
@@ -95,7 +94,6 @@ def test_checkpoint_without_lm_head_is_refused(headless, tiny_source, tmp_path, 
 
 @pytest.mark.parametrize("kind", ["quality", "tasks"])
 def test_source_and_converted_the_wrong_way_round(kind, tiny_source, tiny_converted, capsys):
-    """The table that was printed showed the loss as a gain."""
     assert run("eval", kind, tiny_converted, tiny_source) == 2
     assert "expected the source first" in capsys.readouterr().err
 

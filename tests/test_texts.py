@@ -9,12 +9,12 @@ from tests.conversion import tiny
 ALL = 10**6  # windows: more than any text has
 
 
-def test_builtin_texts_differ():
-    manual, prose = load_text("builtin:pydoc"), load_text("builtin:prose")
-    assert len(manual) > 200_000 and manual == load_text("builtin:pydoc")
-    assert 14_000 < len(prose) < 20_000
-    # Evaluation text must not be a part of the calibration text.
-    assert not any(line in manual for line in prose.splitlines() if len(line) > 40)
+@pytest.mark.parametrize(("name", "letters"), [("pydoc", 200_000), ("stdlib", 1_000_000)])
+def test_calibration_texts_lack_the_prose_text(name, letters):
+    """Evaluation text must not be a part of the calibration text."""
+    text, prose = load_text(f"builtin:{name}"), load_text("builtin:prose")
+    assert len(text) > letters and text == load_text(f"builtin:{name}") and 14_000 < len(prose) < 20_000
+    assert not any(line in text for line in prose.splitlines() if len(line) > 40)
 
 
 def test_a_file_is_read_as_utf8(tmp_path):
@@ -99,13 +99,6 @@ def test_token_windows_seed_reproduces_in_order():
 def test_token_windows_names_bad_argument(keys, named):
     with pytest.raises(ValueError, match=named):
         token_windows(tiny.tokenizer(), "ten bytes!", **keys)
-
-
-def test_stdlib_text_lacks_the_prose_text():
-    text = load_text("builtin:stdlib")
-    assert len(text) > 1_000_000 and text == load_text("builtin:stdlib")
-    prose = load_text("builtin:prose")
-    assert not any(line in text for line in prose.splitlines() if len(line) > 40)
 
 
 def test_one_text_is_mixed_into_itself():

@@ -80,14 +80,13 @@ def test_a_file_is_answered_and_gone_on_with(which, prompts, tmp_path, request, 
 
 @pytest.mark.parametrize("which", ["tiny_converted", "tiny_source"])
 def test_float32_is_loaded_as_what_kernels_take(which, request):
-    """Beside a bfloat16 conversion a float32 source answered in plain torch: 12 tokens/s and 270, of 135M weights."""
     folder = request.getfixturevalue(which)
     assert kernels_dtype(str(folder), torch.device("cuda")) == torch.bfloat16
     assert kernels_dtype(str(folder), torch.device("cpu")) is None
 
 
 def test_lines_end_where_json_lines_end(tmp_path):
-    """Characters that str.splitlines takes for ends broke a file that was written here: "line 2 is no answer"."""
+    """And not at characters that str.splitlines takes for ends."""
     text = "a\u2028b\u2029c\x85d"
     path, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps({"prompt": text}, ensure_ascii=False).encode() + b"\r\n\r\n")

@@ -6,6 +6,7 @@ import pytest
 
 from mha2mla.loop import Request, Sampling, Scheduler
 from mha2mla.modeling.pages import PageAllocator
+from tests.modeling.test_pages import allocated
 
 PAGE = 4
 
@@ -22,12 +23,6 @@ def alone(prompt, sampling) -> list[int]:
         if tokens[-1] in sampling.stop_tokens:
             break
     return tokens[len(prompt) :]
-
-
-def allocated(allocator: PageAllocator, length: int) -> int:
-    sequence = allocator.allocate()
-    allocator.commit(allocator.plan_growth({sequence: length}))
-    return sequence
 
 
 class Device:

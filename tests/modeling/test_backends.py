@@ -12,6 +12,7 @@ from mha2mla.modeling.batch import SequenceBatch
 from mha2mla.modeling.registry import AttentionConstants, GQAGeometry
 from tests.few import few
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 STORED, LATENT = MLAGeometry(6, 2, 16, 8, 8, 16, 2), MLAGeometry(6, 1, 16, 8, 8, 16, 2, rope_from_latent=True)
 PAGE, PAGES = 16, 13
 CASES = [
@@ -44,13 +45,6 @@ class AttentionLayer(nn.Module):
 
     def forward(self, tensors, cache, batch, plan):
         return self.backend.run({**tensors, **dict(self.named_buffers())}, cache, batch, plan, self.constants)
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def batches():

@@ -71,22 +71,6 @@ def test_unused_pages_do_not_matter(case, backend, kind):
     assert torch.equal(next_logits(model, more, cache), expected)
 
 
-@pytest.mark.parametrize("case", ["per-group", "latent"])
-def test_gradients_reach_a_prefilled_batch(case):
-    model = models.mla_model(case).train()
-    ids = models.tokens(2, 12)
-    grads = []
-    for use_cache in (False, True):
-        model.zero_grad()
-        model(ids, labels=ids, use_cache=use_cache).loss.backward()
-        grads.append([parameter.grad.clone() for parameter in model.parameters()])
-    for without, with_cache in zip(*grads, strict=True):
-        assert torch.equal(without, with_cache) and without.abs().sum() > 0
-    cache = model(ids, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="past_key_values .*while training"):
-        model(ids, past_key_values=cache)
-
-
 def test_a_tensor_may_say_how_much_is_cropped():
     """As assisted decoding of some versions of transformers does: the host's length stays a number of its own."""
     model = models.mla_model()

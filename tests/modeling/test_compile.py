@@ -11,16 +11,10 @@ from mha2mla.modeling import LatentCache
 from tests.few import few
 from tests.modeling import models
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 FROZEN = pytest.mark.skipif(
     torch.__version__ < "2.12", reason="Dynamo of torch 2.11 hands no frozen dataclass to what it does not trace"
 )
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @few(

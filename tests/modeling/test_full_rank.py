@@ -13,12 +13,13 @@ def build(request):
     return models.BUILDS[request.param]
 
 
+@pytest.mark.parametrize("rope_from_latent", [False, True])
 @each("case, implementation", models.SOURCES, ["sdpa", "eager"])
 @torch.no_grad()
-def test_logits_are_the_sources(case, implementation, build):
+def test_logits_are_the_sources(case, implementation, rope_from_latent, build):
     """Scale, pairing, and biases, norms, head width, rope scaling, tied embeddings, sliding windows."""
     source = models.source_model(case)
-    model = build(full_rank(source))
+    model = build(full_rank(source, rope_from_latent=rope_from_latent))
     model.set_attn_implementation(implementation)
     assert model.config._attn_implementation == model.model.config._attn_implementation == implementation
     ids = models.tokens(2, 37)

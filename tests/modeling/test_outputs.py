@@ -126,6 +126,7 @@ def test_hidden_states_are_the_sources(padded, build):
         for ours, theirs in zip(found, expected, strict=True):
             assert models.relative_error(ours[:, start - 12 :], theirs[:, start:]) < models.TOLERANCE
     assert not model(**padded, output_hidden_states=False).hidden_states
+    assert not isinstance(model(**padded, return_dict=False), dict)
     made = model.generate(**padded, max_new_tokens=3, return_dict_in_generate=True, output_hidden_states=True)
     assert [len(each) for each in made.hidden_states] == [3, 3, 3]
 

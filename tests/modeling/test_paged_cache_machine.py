@@ -361,16 +361,3 @@ def test_a_step_refuses_to_load_a_stale_batch():
     cache.crop(sequence, 4)
     with pytest.raises(StaleBatchError):
         step.refresh()
-
-
-def test_crop_forgets_tokens_and_gives_pages_back():
-    cache, sequence, *twins = filled()
-    for twin in twins:
-        cache.close(twin)
-    cache.crop(sequence, 4)
-    assert cache.allocator.length(sequence) == 4 and cache.allocator.num_free == PAGES - 1
-    out = attend(cache.step(cache.extend({sequence: 1})), torch.tensor([6.0]))
-    assert float(out) == pytest.approx(2.0)
-    for length in (-1, 6):
-        with pytest.raises(ValueError, match=f"length is {length}; expected 0 to 5"):
-            cache.crop(sequence, length)

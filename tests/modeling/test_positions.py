@@ -69,9 +69,8 @@ def test_fuzz_against_the_uncached_forward(seed, monkeypatch):
 
 
 @torch.no_grad()
-def test_compiled_steps_are_asserted_by_the_device():
+def test_compiled_steps_are_asserted_by_the_device(fresh_dynamo):
     """One graph; a step that is refused leaves the cache as it was."""
-    torch._dynamo.reset()
     model = models.mla_model("latent", attention_backend="mla_reference")
     ids, mask = models.tokens(2, 16), torch.ones(2, 16, dtype=torch.long)
     mask[1, :3] = 0
@@ -88,7 +87,6 @@ def test_compiled_steps_are_asserted_by_the_device():
         assert same(before, contents(cache))
         logits = step(**given, position_ids=numbers[:, at : at + 1]).logits
         assert models.relative_error(logits, expected[:, at : at + 1]) < TOLERANCE
-    torch._dynamo.reset()
 
 
 def test_generate_refuses_to_go_on_behind_right_padding():

@@ -81,12 +81,10 @@ def test_nothing_is_said_where_nothing_bounds_the_length():
     assert said(batch_of(model, model.paged_cache(num_pages=16, page_size=16), [60])) == []
 
 
-def test_a_compiled_step_stays_one_graph():
-    torch._dynamo.reset()
+def test_a_compiled_step_stays_one_graph(fresh_dynamo):
     model = models.mla_model(calibrated_length=LIMIT)
     step = torch.compile(model, backend="eager", fullgraph=True)
     assert said(lambda: step(models.tokens(1, LIMIT + 5), use_cache=False)) == []
-    torch._dynamo.reset()
 
 
 def test_the_config_keeps_it_and_older_ones_have_none(tmp_path):
