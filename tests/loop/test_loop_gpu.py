@@ -73,7 +73,7 @@ def test_eight_bit_latents_run_too():
     assert mine < 0.2 and len(loop.runner.graphs) > 1
 
 
-def test_the_host_reads_nothing_but_the_tokens_of_the_step_before():
+def test_host_reads_only_the_previous_tokens():
     """All of a step but its read is launched without a wait, once its graph is there."""
     model = make("per-group")
     loop = Loop(model, num_pages=40, max_sequences=4, max_length=600, share_prefixes=False)

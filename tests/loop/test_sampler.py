@@ -47,7 +47,7 @@ def test_frequencies_are_the_probabilities(keys, kept):
     assert ((found - expected).abs() <= 4.5 * spread).all()
 
 
-def test_a_request_draws_the_same_whatever_runs_beside_it():
+def test_draws_do_not_depend_on_the_batch():
     logits, mine = torch.randn(3, 50), Sampling(temperature=1.0, seed=9)
     together = choose(logits, [Sampling(), mine, Sampling(temperature=2.0, top_k=4, seed=1)], [4, 7, 7])
     assert together[1] == choose(logits[1:2], [mine], [7])[0] and together[0] == logits[0].argmax()
@@ -56,7 +56,7 @@ def test_a_request_draws_the_same_whatever_runs_beside_it():
     assert len(set(places.tolist())) > 8 < len(set(seeds.tolist()))
 
 
-def test_a_penalty_is_on_what_occurred_in_the_request_that_has_the_slot():
+def test_penalty_follows_the_request_of_the_slot():
     history, logits = History(3, 10, torch.device("cpu")), torch.tensor([[2.0, 1.9] + [-9.0] * 8] * 2)
     first, second = (Request(prompt, Sampling(repetition_penalty=2.0)) for prompt in ([0], [1, 5]))
     slots = torch.tensor([0, 2])

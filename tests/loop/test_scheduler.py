@@ -105,7 +105,7 @@ def run(device: Device, *requests: Request) -> None:
     device.drain()
 
 
-def test_a_prompt_is_cut_into_chunks_and_holds_nobody_up():
+def test_prompts_in_chunks_do_not_delay_decodes():
     device = Device(num_pages=100, max_sequences=4, max_tokens=8)
     first = Request([5] * 3, Sampling(20))
     device.scheduler.add(first)
@@ -118,7 +118,7 @@ def test_a_prompt_is_cut_into_chunks_and_holds_nobody_up():
     assert len(first.answer) == before + 5 and device.longest_step == 8
 
 
-def test_full_pages_of_an_equal_beginning_are_computed_once():
+def test_full_pages_of_a_shared_prefix_run_once():
     device = Device(num_pages=100, max_sequences=4, max_tokens=64)
     prompt = list(range(3, 23))
     first, second, third = (Request([*prompt, *more], Sampling(2)) for more in ([], [9], []))
@@ -128,7 +128,7 @@ def test_full_pages_of_an_equal_beginning_are_computed_once():
     assert third.shared_tokens == 16  # the last token is always run: the next one comes from it
 
 
-def test_running_requests_share_too_and_nobody_shares_when_told_so():
+def test_running_requests_share_prefixes_if_allowed():
     for share, expected in ((True, 16), (False, 0)):
         device = Device(num_pages=100, max_sequences=4, max_tokens=64, share=share)
         first, second = Request(range(18), Sampling(9)), Request(range(18), Sampling(2))
@@ -176,7 +176,7 @@ def test_what_is_refused():
             Sampling(**keys)
 
 
-def test_sequences_that_ended_are_forgotten_before_anybody_loses_pages():
+def test_ended_sequences_are_evicted_before_preemption():
     device = Device(num_pages=10, max_sequences=4, max_tokens=64)
     run(device, Request([3] * 19, Sampling(1)))
     request = Request([4] * 3, Sampling(30))

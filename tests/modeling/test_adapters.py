@@ -54,7 +54,7 @@ def agrees_with_its_cache(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("name", ["per-group", "shared", "per-head", "latent", "latent qk-norm"])
-def test_an_adapter_around_every_projection_counts_in_every_path(name):
+def test_adapters_of_all_projections_count_everywhere(name):
     model = models.mla_model(name)
     with torch.no_grad():
         before = model(IDS, use_cache=False).logits
@@ -122,7 +122,7 @@ def test_affine_map_keeps_weights_beside_biases(dtype, roundings):
     assert models.relative_error(weight.double(), merged) < roundings * torch.finfo(dtype).eps
 
 
-def test_the_up_projections_were_missing_from_what_torch_prints(tiny_converted):
+def test_repr_shows_up_projections(tiny_converted):
     import mha2mla
 
     model, _ = mha2mla.load(tiny_converted, device="cpu")

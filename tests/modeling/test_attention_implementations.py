@@ -96,7 +96,7 @@ def test_own_ops(case, padded):
 
 
 @pytest.mark.parametrize("version", [2, 3])
-def test_flash_attention_is_refused_as_the_source_refuses_it(version):
+def test_flash_attention_refusal_is_the_sources(version):
     """For want of a package or a GPU, not for want of support."""
     messages = []
     for model in (models.source_model("llama"), models.mla_model()):

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 @pytest.mark.parametrize("case", ["per-group", "shared", "latent"])
 @torch.no_grad()
-def test_kernels_are_as_right_as_the_expanded_form_under_masks(case):
+def test_window_kernels_are_as_accurate_as_masks(case):
     """Prompts, drafts and single tokens of a padded batch; then a ragged batch; then captured steps of generate."""
     model = make(case)
     model.config.attention_window, model.config.num_sink_tokens = 70, 5

@@ -173,7 +173,7 @@ def test_bad_arguments(keys, message):
 
 
 @torch.no_grad()
-def test_a_full_static_cache_is_an_error_not_a_write_into_the_next_sequence():
+def test_full_static_cache_raises_and_writes_nothing():
     """Its length is known to the device alone, which checks it (on a GPU by an assertion in its stream)."""
     model = models.mla_model(attention_backend="mla_reference")
     cache = LatentCache(model.config, max_cache_len=16, page_size=16)

@@ -22,7 +22,7 @@ def broken_off(action, cache, stride=1) -> int:
 
 
 @torch.no_grad()
-def test_growth_that_stops_between_layers_does_not_shift_the_next_tokens():
+def test_growth_interrupted_between_layers():
     """Layers share the places of new tokens: with other numbers of pages each, they would write to other sequences."""
     model = models.mla_model("per layer")
     ids = models.tokens(3, 60)
@@ -79,7 +79,7 @@ def test_a_step_whose_loss_fails_has_not_happened():
 
 
 @pytest.mark.parametrize("max_cache_len", [None, 32])
-def test_a_first_call_with_gradients_counts_in_all_layers_or_none(max_cache_len):
+def test_call_with_gradients_counts_in_all_or_none(max_cache_len):
     """There the layers count by themselves; also in a cache that was used and reset."""
     model = models.mla_model("per layer")
     cache = LatentCache(model.config, max_cache_len=max_cache_len)
@@ -91,7 +91,7 @@ def test_a_first_call_with_gradients_counts_in_all_layers_or_none(max_cache_len)
 
 
 @torch.no_grad()
-def test_a_static_cache_that_did_not_fit_takes_fewer_sequences():
+def test_static_cache_that_did_not_fit_fits_fewer():
     model = models.mla_model()
     cache = LatentCache(model.config, max_cache_len=32)
     with pytest.raises(OutOfMemory), RaisingAt(20):

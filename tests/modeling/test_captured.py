@@ -235,7 +235,7 @@ def test_pages_and_recordings_are_used_again(recorded):
     assert len(recorded) == 4
 
 
-def test_weights_that_a_first_prompt_puts_side_by_side_are_no_others(recorded):
+def test_fusing_weights_keeps_recordings(recorded):
     model, inputs = captured_model(**LARGE), padded(9, 4)
     sequences = [generate(model, inputs).sequences for _ in range(2)]
     assert torch.equal(*sequences) and len(recorded) == 1

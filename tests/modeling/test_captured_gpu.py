@@ -57,7 +57,7 @@ def test_assisted_decoding(case, sampled):
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
-def test_logits_are_as_right_as_the_expanded_form_uncached(case):
+def test_logits_are_as_accurate_as_uncached(case):
     """In bfloat16, against float32 without a cache, over the tokens that captured steps chose."""
     model, inputs = make(case), inputs_of(90, 0, 20)
     out = generate(model, inputs, output_logits=True, max_new_tokens=64)
@@ -105,7 +105,7 @@ def test_no_synchronisation_in_a_captured_step(case, paddings):
     assert len(steps) == 12 and len(out.past_key_values.captured) == 1
 
 
-def test_memory_is_kept_for_the_next_call_and_given_back():
+def test_memory_is_kept_between_calls_and_released():
     model, inputs = make("per-group", **WIDE), inputs_of(90, 0, 20)
     generate(model, inputs, capture=False)
     generate(model, inputs)

@@ -165,7 +165,7 @@ def test_wrong_types_are_refused():
         )
 
 
-def test_names_that_there_are_not_are_refused_whenever_they_come(tmp_path):
+def test_unknown_backend_names_are_refused(tmp_path):
     name, value = "attention_backend", "nope"
     message = f"{name} is '{value}'; expected one of"
     model = models.mla_model()
@@ -182,7 +182,7 @@ def test_names_that_there_are_not_are_refused_whenever_they_come(tmp_path):
         AutoConfig.from_pretrained(tmp_path)
 
 
-def test_a_backend_of_ones_own_may_be_named_once_it_is_registered(monkeypatch):
+def test_registered_backend_may_be_named(monkeypatch):
     registry = ATTENTION_BACKENDS
     monkeypatch.setattr(registry, "_backends", dict(registry.backends))
     registry.register(replace(registry.get("mla_reference"), name="mine"))

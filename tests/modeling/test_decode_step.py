@@ -89,7 +89,7 @@ def test_a_schedule_per_window(refreshed, used):
 
 
 @torch.no_grad()
-def test_layers_of_other_ranks_share_schedule_and_workspace(refreshed, used):
+def test_other_ranks_share_schedule_and_workspace(refreshed, used):
     model = models.mla_model("per layer")
     ids = models.tokens(2, 15)
     expected = model(ids, use_cache=False).logits[:, 14:]

@@ -113,7 +113,7 @@ def changed(name):
         "hidden states",
     ],
 )
-def test_whatever_has_more_to_do_is_left_to_the_base_model(name):
+def test_changed_models_run_the_base_model(name):
     model, ids = changed(name), models.tokens(2, 7)
     out, calls = decode(model, ids)
     assert "rms_norm" not in calls

@@ -178,7 +178,7 @@ def test_widths_that_the_op_refuses_are_expanded():
 
 
 @torch.no_grad()
-def test_queries_are_absorbed_as_far_as_that_costs_less(monkeypatch):
+def test_queries_are_absorbed_where_that_is_cheaper(monkeypatch):
     """The border is that of ragged batches: a count of operations, where the host knows how much is cached."""
     lengths, op = [], backends.plan_mla_attention
 

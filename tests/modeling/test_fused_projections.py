@@ -41,7 +41,7 @@ def test_fused_product_is_as_accurate_as_parts(bias, mode):
         assert float((out - right).abs().max()) <= max(2 * float((separate - right).abs().max()), least)
 
 
-def test_fused_parts_are_called_one_by_one_for_gradients():
+def test_fused_parts_run_one_by_one_for_gradients():
     parts, x = linears(), torch.randn(1, 16)
     fuse_weights(parts)
     out = project(x, parts)
@@ -208,7 +208,7 @@ class LowRank(nn.Module):
 
 
 @torch.no_grad()
-def test_adapters_take_the_place_of_parts_and_merge_into_them():
+def test_adapters_replace_and_merge_into_parts():
     model, plain = fused_model()
     adapter = LowRank(plain.model.layers[0].self_attn.q_proj)
     plain.model.layers[0].self_attn.q_proj = adapter

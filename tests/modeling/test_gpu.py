@@ -235,7 +235,7 @@ print("not refused", flush=True)
     ],
     ids=["hole", "gap"],
 )
-def test_a_hole_in_a_one_token_step_is_refused_by_the_device(script, message):
+def test_device_refuses_a_hole_in_a_one_token_step(script, message):
     """In a process of its own, whose CUDA context does not survive it."""
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=300)

@@ -15,7 +15,7 @@ from tests.modeling.models import TOLERANCE, mla_model, relative_error, source_m
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", ["shared", "latent qk-norm"])
-def test_auto_model_is_the_base_model_of_the_checkpoint(tmp_path, case):
+def test_auto_model_loads_the_base_model(tmp_path, case):
     model = mla_model(case)
     model.save_pretrained(tmp_path)
     base, report = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
@@ -31,7 +31,7 @@ def test_auto_model_is_the_base_model_of_the_checkpoint(tmp_path, case):
 
 
 @pytest.mark.parametrize("rope_from_latent", [False, True])
-def test_a_classifier_gives_the_sources_scores_and_trains(tmp_path, rope_from_latent):
+def test_classifier_has_the_sources_scores_and_trains(tmp_path, rope_from_latent):
     source = source_model("llama")
     full_rank(source, rope_from_latent=rope_from_latent).save_pretrained(tmp_path)
     options = {"num_labels": 3, "pad_token_id": 0}
@@ -53,7 +53,7 @@ def test_a_classifier_gives_the_sources_scores_and_trains(tmp_path, rope_from_la
     assert float(mine.model.layers[0].self_attn.v_b_proj.grad.norm()) > 0
 
 
-def test_a_causal_model_loads_from_what_a_classifier_left_but_for_its_head(tmp_path):
+def test_causal_model_loads_from_a_classifier(tmp_path):
     mla_model("shared").save_pretrained(tmp_path / "a")
     AutoModelForSequenceClassification.from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")
     _, report = AutoModelForCausalLM.from_pretrained(tmp_path / "b", output_loading_info=True)

@@ -147,7 +147,7 @@ def test_weights_that_are_no_safetensors_are_refused(folder):
         AutoModelForCausalLM.from_pretrained(folder)
 
 
-def test_mismatches_that_are_asked_for_are_left_to_transformers(folder):
+def test_requested_mismatches_are_left_to_transformers(folder):
     config = AutoConfig.from_pretrained(folder, vocab_size=104)
     model = AutoModelForCausalLM.from_pretrained(folder, config=config, ignore_mismatched_sizes=True)
     assert model.lm_head.weight.shape[0] == 104

@@ -131,7 +131,7 @@ def test_right_padded_rows_fed_token_by_token():
 
 
 @torch.no_grad()
-def test_what_a_look_found_serves_steps_that_do_not_look(monkeypatch):
+def test_prompt_mask_findings_serve_later_steps(monkeypatch):
     """As on an accelerator: the prompt is looked at, single tokens are not, and yet a right-padded prompt goes on."""
     model = models.mla_model()
     ids, mask = models.tokens(2, 12), torch.ones(2, 12, dtype=torch.long)

@@ -97,7 +97,7 @@ def test_folders_run_without_the_package(tmp_path):
         assert found[folder] == [made, made], folder
 
 
-def test_code_files_import_torch_and_transformers_alone():
+def test_code_files_import_torch_and_transformers():
     for name in CODE_FILES:
         text = Path(mha2mla.__file__).with_name("modeling").joinpath(name).read_text()
         names = set(re.findall(r"^(?:from|import) ([\w.]+)", text, re.MULTILINE))

@@ -95,7 +95,7 @@ def test_forks_share_a_prompt_and_write_apart(case):
 @pytest.mark.parametrize("new", [1, 5, 30])
 @pytest.mark.parametrize(("case", "right"), [("latent", True), ("latent some sliding", True), ("per-group", False)])
 @torch.no_grad()
-def test_rows_that_carry_no_position_are_attended_at_another_place(case, right, new):
+def test_latent_pages_serve_other_positions(case, right, new):
     """A prefix that saw nothing before it, behind a page that nobody sees; stored keys would be a page too far away."""
     model = models.mla_model(case)
     ids = models.tokens(1, 16 + new)

@@ -63,7 +63,7 @@ def test_mixed_steps_are_as_right_as_the_expanded_form(model, name):
 
 
 @torch.no_grad()
-def test_a_decode_step_in_a_cuda_graph_with_padding_rows(model):
+def test_decode_step_in_a_cuda_graph_with_padding(model):
     """Captured over padding alone; replayed for two sequences, then three; nobody else's page is touched."""
     ids = models.tokens(3, 90).cuda()
     cache = model.paged_cache(num_pages=9)

@@ -286,7 +286,7 @@ def test_extend_that_does_not_fit_takes_no_pages(options):
     assert state_of(cache) == before
 
 
-def test_extend_that_raises_at_any_point_changes_nothing():
+def test_extend_that_raises_anywhere_changes_nothing():
     """At every op that it runs, of which there are some before and some after the pages are copied."""
     cache, *sequences = filled()
     new = dict.fromkeys(sequences, 2)

@@ -125,7 +125,7 @@ CacheMachine.TestCase.settings = settings(
 TestCacheMachine = CacheMachine.TestCase
 
 
-def test_a_shared_page_is_copied_once_and_only_when_written():
+def test_shared_page_is_copied_once_when_written():
     allocator = PageAllocator(4, 4)
     first = allocated(allocator, 6)
     second = allocator.fork(first)

@@ -89,7 +89,7 @@ def test_compiled_steps_are_asserted_by_the_device(fresh_dynamo):
         assert models.relative_error(logits, expected[:, at : at + 1]) < TOLERANCE
 
 
-def test_generate_refuses_to_go_on_behind_right_padding():
+def test_generate_refuses_latents_after_right_padding():
     """Its numbering is among visible tokens: no place less one number, from the first new token on."""
     model = models.mla_model("latent")
     ids, mask = models.tokens(2, 9), torch.ones(2, 9, dtype=torch.long)

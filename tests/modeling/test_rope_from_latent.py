@@ -33,7 +33,7 @@ def test_nothing_rotary_is_counted():
         MLAGeometry(8, 1, 96, 64, rope_from_latent=1)
 
 
-def test_a_checkpoint_of_schema_version_1_loads_and_has_no_such_layout(tmp_path):
+def test_schema_version_1_loads_without_latent_layout(tmp_path):
     model = models.mla_model("shared")
     model.save_pretrained(tmp_path)
     stored = json.loads((tmp_path / "config.json").read_text())
@@ -137,7 +137,7 @@ def test_positions_that_are_no_places_are_refused():
 
 
 @torch.no_grad()
-def test_the_device_asserts_where_the_host_may_not_look(monkeypatch):
+def test_device_asserts_where_the_host_does_not_look(monkeypatch):
     """As on a GPU: single tokens, right numbers and wrong ones, padding counted or not."""
     model, ids = models.mla_model("latent"), models.tokens(2, 9)
     mask = torch.ones_like(ids)
@@ -180,7 +180,7 @@ def test_positions_under_a_4d_mask():
             model(ids, attention_mask=mask, position_ids=padding.clamp(max=4), past_key_values=DynamicCache())
 
 
-def test_gradients_of_the_rotary_map_are_those_of_float64_differences():
+def test_rotary_map_gradients_equal_differences():
     """Of one layer alone: norms are float32 whatever the model is."""
     attention = models.mla_model("latent").double().model.layers[1].self_attn
     hidden, seen = torch.randn(2, 2, 6, 48, dtype=torch.float64)

@@ -28,7 +28,7 @@ def of_batches(asked, device):
     return batch_backends(asked.attention_backend, asked.attention_constants(), device, torch.bfloat16, 64)
 
 
-def test_a_geometry_within_the_limits_is_served_by_kernels_on_cuda():
+def test_geometry_within_limits_has_kernels():
     layers = what_serves(config(), CUDA)
     assert [layer.layer_idx for layer in layers] == [0, 1] and all(layer.compiled for layer in layers)
     assert {str(layer) for layer in layers} == {"absorbed, mla_paged; batches: mla_paged"}
@@ -54,7 +54,7 @@ BEYOND = {
 
 
 @pytest.mark.parametrize("reason", BEYOND)
-def test_a_geometry_beyond_a_limit_is_named_in_every_answer(reason):
+def test_geometry_beyond_a_limit_is_named_everywhere(reason):
     beyond = config(**BEYOND[reason])
     layers = what_serves(beyond, CUDA)
     for layer in layers:
@@ -78,12 +78,12 @@ def test_a_geometry_beyond_a_limit_is_named_in_every_answer(reason):
         ({"query_length": 15}, "15 new tokens; the absorbed form costs less for up to 14"),
     ],
 )
-def test_a_call_beyond_a_limit_is_expanded_and_says_why(asked, reason):
+def test_call_beyond_a_limit_is_expanded_with_reason(asked, reason):
     layer = what_serves(config(), CUDA, **asked)[0]
     assert layer.form == "expanded" and reason in layer.reason
 
 
-def test_a_wide_head_is_decoded_by_a_kernel_but_not_prefilled_by_one():
+def test_wide_heads_have_a_decode_kernel_only():
     layer = what_serves(config(qk_rope_head_dim=96, qk_nope_head_dim=168), CUDA)[0]
     assert layer.backend == "mla_paged" and layer.batch_backend.name == "mla_reference"
     assert not layer.compiled and "d_qk is 264; it takes up to 256" in layer.why
@@ -152,7 +152,7 @@ def test_a_name_decides_both_ways_of_calling_the_model(name, width, device, expe
 LATENT = {"num_rope_heads": 1, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "rope_from_latent": True}
 
 
-def test_kernels_that_make_rotary_keys_serve_both_ways_of_calling_the_model():
+def test_rotary_key_kernels_serve_steps_and_batches():
     """And what they do not take is named in every answer."""
     layers = what_serves(config(**LATENT), CUDA)
     assert all(layer.compiled for layer in layers)
@@ -166,7 +166,7 @@ def test_kernels_that_make_rotary_keys_serve_both_ways_of_calling_the_model():
         assert why in layer.reason and why in layer.batch_reason and not layer.compiled
 
 
-def test_eight_bit_latents_alone_are_served_where_a_kernel_takes_them():
+def test_eight_bit_latents_have_kernels_up_to_a_width():
     layer = what_serves(config(attention_backend="mla_fp8", **LATENT), CUDA)[0]
     assert (layer.form, layer.backend, layer.batch_backend.name) == ("absorbed", "mla_fp8", "mla_fp8")
     asked = config(attention_backend="mla_fp8", **LATENT | {"kv_lora_rank": 1024})

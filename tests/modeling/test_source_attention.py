@@ -62,7 +62,7 @@ def test_chunks_of_a_prompt_and_drafts_over_a_cache(case, kind):
         start = stop
 
 
-def test_memory_of_a_cache_is_seen_as_pages_or_not_at_all():
+def test_memory_of_a_cache_is_paged_or_none():
     values = torch.randn(3, 2, 64, 8)  # as a static cache has it
     keys = torch.randn(3, 64, 2, 8).transpose(1, 2)  # heads of a token side by side
     for x in (values, keys):
@@ -158,7 +158,7 @@ def test_ragged_batches_equal_each_sequence_alone(case):
 
 @pytest.mark.parametrize("case", ["llama-biases", "mistral-sliding", "qwen2", "qwen3"])
 @torch.no_grad()
-def test_known_families_run_by_fewer_kernels_until_somebody_hooks_in(case):
+def test_known_families_are_fused_without_hooks(case):
     model = source(case)
     model.set_attn_implementation("mha2mla")
     paged, ids = PagedSource(model), tiny.some_tokens()[0, :9]

@@ -81,7 +81,7 @@ def test_ragged_batches_and_a_step_in_a_cuda_graph(source):
 
 
 @torch.no_grad()
-def test_generate_compiles_its_steps_over_a_static_cache(source):
+def test_generate_compiles_static_cache_steps(source):
     """As transformers does by itself. A compiler keeps in float32 what uncompiled steps round, so each greedy token is
     float64's choice or as near to it as two logits may come that are each twice as far off as sdpa's."""
     ids = models.tokens(2, 52).cuda()

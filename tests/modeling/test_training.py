@@ -94,7 +94,7 @@ def test_no_cache_while_training_unless_asked_for():
 
 
 @pytest.mark.parametrize("case", ["per-group", "latent"])
-def test_gradients_pass_the_first_call_over_a_latent_cache_and_no_other(case):
+def test_gradients_pass_one_call_over_a_latent_cache(case):
     model = models.mla_model(case).train()
     ids = models.tokens(2, 14)
     expected = loss_and_gradients(model, ids)[1]

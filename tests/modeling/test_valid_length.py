@@ -35,7 +35,7 @@ def batch_of(model, cache, lengths):
 
 
 @pytest.mark.parametrize("use_cache", [False, True])
-def test_the_first_sequence_beyond_the_limit_and_no_other_is_warned_of(use_cache):
+def test_first_sequence_beyond_the_limit_is_warned_of(use_cache):
     model = models.mla_model(calibrated_length=LIMIT)
     assert said(lambda: model(models.tokens(2, LIMIT), use_cache=use_cache)) == []
     (message,) = said(lambda: model(models.tokens(2, LIMIT + 1), use_cache=use_cache))
@@ -43,7 +43,7 @@ def test_the_first_sequence_beyond_the_limit_and_no_other_is_warned_of(use_cache
     assert said(lambda: model(models.tokens(2, LIMIT + 2), use_cache=use_cache)) == []
 
 
-def test_a_sequence_that_grows_beyond_it_token_by_token():
+def test_sequence_that_grows_beyond_the_limit():
     model = models.mla_model(calibrated_length=LIMIT)
     assert said(generate(model, 8, LIMIT - 8)) == []
     (message,) = said(generate(model, 8, LIMIT))
@@ -67,7 +67,7 @@ def test_a_static_cache_counts_as_what_it_is_made_for():
     assert len(said(lambda: model(models.tokens(1, 2), past_key_values=long))) == 1
 
 
-def test_a_ragged_batch_is_as_long_as_its_longest_sequence():
+def test_ragged_batch_counts_its_longest_sequence():
     model = models.mla_model(calibrated_length=LIMIT)
     cache = model.paged_cache(num_pages=16, page_size=16)
     assert said(batch_of(model, cache, [LIMIT, 3, LIMIT])) == []
@@ -75,7 +75,7 @@ def test_a_ragged_batch_is_as_long_as_its_longest_sequence():
     assert "a sequence of 15 tokens" in message
 
 
-def test_nothing_is_said_where_nothing_bounds_the_length():
+def test_no_warning_without_calibrated_length():
     model = models.mla_model()
     assert said(generate(model, 40, 4)) == []
     assert said(batch_of(model, model.paged_cache(num_pages=16, page_size=16), [60])) == []

@@ -63,7 +63,7 @@ def test_deepseeks_classes_give_the_same_logits(tmp_path, maps):
     assert theirs.generate(ids[:1], **options).tolist() == model.generate(ids[:1], **options).tolist()
 
 
-def test_engines_that_would_drop_the_bias_meet_a_tensor_that_they_do_not_know(tmp_path):
+def test_export_names_the_bias_engines_would_drop(tmp_path):
     shared_model().save_pretrained(tmp_path / "mla")
     export(tmp_path / "mla", tmp_path / "deepseek", "deepseek-v3")
     _, report = DeepseekV3ForCausalLM.from_pretrained(tmp_path / "deepseek", output_loading_info=True)
@@ -87,7 +87,7 @@ def test_engines_that_would_drop_the_bias_meet_a_tensor_that_they_do_not_know(tm
         ("shared", {**BIAS_FREE, "attention_window": 8}, "attention_window is 8"),
     ],
 )
-def test_what_deepseeks_classes_would_get_wrong_is_refused_by_name(tmp_path, case, keys, reason):
+def test_what_deepseek_cannot_hold_is_refused_by_name(tmp_path, case, keys, reason):
     assert case in GEOMETRIES
     mla_model(case, **keys).save_pretrained(tmp_path / "mla")
     with pytest.raises(ValueError, match=reason):
@@ -95,7 +95,7 @@ def test_what_deepseeks_classes_would_get_wrong_is_refused_by_name(tmp_path, cas
     assert not (tmp_path / "out").exists()
 
 
-def test_frequencies_that_are_in_no_table_are_refused_and_others_found():
+def test_frequencies_in_no_table_are_refused():
     found = place_frequencies(table(2, lambda layer: (0, 2) if layer else (2, 1)), 10000.0, 8)
     assert (found.width, found.places) == (6, ((2, 1), (0, 2))) or (found.width, found.places) == (8, ((2, 1), (0, 2)))
     assert place_frequencies(table(1, lambda layer: (0, 2), head_dim=8), 10000.0, 8).width == 4  # theirs, of 4 dims

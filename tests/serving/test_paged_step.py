@@ -118,7 +118,7 @@ class Engine:
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", ["per-group", "no nope", "per layer", "sliding", "latent", "latent qk-norm"])
-def test_prompts_chunks_and_decode_steps_are_the_models_forward(case):
+def test_prompts_chunks_and_steps_equal_the_forward(case):
     assert case in GEOMETRIES
     torch.manual_seed(0)
     model = mla_model(case)

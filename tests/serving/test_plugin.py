@@ -41,6 +41,6 @@ def test_the_entry_point_is_the_function():
     assert callable(getattr(import_module(module), name))
 
 
-def test_it_registers_once_and_brings_neither_cuda_nor_the_model():
+def test_plugin_registers_once_without_cuda_or_model():
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]

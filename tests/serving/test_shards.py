@@ -63,7 +63,7 @@ def test_every_tensor_comes_back_from_its_shards(case):
         (32, 8, 32, 1, (32, 8, 32)),
     ],
 )
-def test_heads_are_split_and_what_they_share_goes_with_them(heads, rope, up, size, local):
+def test_heads_are_split_with_what_they_share(heads, rope, up, size, local):
     whole = MLAGeometry(heads, rope, num_key_value_heads=up, **GEOMETRY)
     shards = [HeadShard.of(whole, rank, size) for rank in range(size)]
     for shard in shards:
@@ -80,7 +80,7 @@ def test_heads_are_split_and_what_they_share_goes_with_them(heads, rope, up, siz
     assert [head for shard in shards for head in range(heads)[shard.heads]] == list(range(heads))
 
 
-def test_head_counts_that_ranks_cannot_share_are_refused_by_name():
+def test_indivisible_head_counts_are_refused():
     with pytest.raises(ValueError, match="tensor_parallel_size is 2; expected a divisor of the 9 query heads"):
         HeadShard.of(MLAGeometry(9, 3, **GEOMETRY), 0, 2)
     with pytest.raises(ValueError, match="3 query heads; expected a multiple or a divisor of the 2 that share one of"):

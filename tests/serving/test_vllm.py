@@ -199,7 +199,7 @@ def steps_on_a_cpu(name: str, folder: str, rank: int, size: int) -> None:
         ("qwen3-moe", 2),
     ],
 )
-def test_vllms_layers_around_our_attention_give_the_models_logits(name, size, tmp_path):
+def test_vllm_layers_give_the_models_logits(name, size, tmp_path):
     model = MODELS[name]()
     model.config.architectures = ["MHA2MLAForCausalLM"]
     model.save_pretrained(tmp_path)  # ranks read its config; weights they make themselves, all the same
@@ -246,7 +246,7 @@ def test_what_is_not_served_is_refused_by_name():
         VLLMForCausalLM(vllm_config=asked("auto", quantized=object()))
 
 
-def test_drafts_longer_than_the_decode_op_takes_are_not_captured():
+def test_long_drafts_are_not_captured():
     from vllm.v1.attention.backend import AttentionCGSupport
 
     from mha2mla.serving.vllm_attention import LatentMetadataBuilder
