@@ -193,6 +193,16 @@ def tokens(batch: int, length: int) -> torch.Tensor:
     return torch.randint(3, SIZES["vocab_size"], (batch, length))
 
 
+def padded(*lengths: int) -> dict[str, torch.Tensor]:
+    """A left-padded batch of random prompts, as generate takes it."""
+    total = max(lengths)
+    ids, mask = tokens(len(lengths), total), torch.ones(len(lengths), total, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        ids[row, : total - length] = SIZES["pad_token_id"]
+        mask[row, : total - length] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
 def relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
     """Frobenius norm of the difference over that of ``expected``."""
     difference, norm = (torch.linalg.vector_norm(t.detach().double()) for t in (value - expected, expected))

@@ -12,17 +12,10 @@ from tests.modeling import models
 CASES = ("per-group", "shared", "some sliding", "per layer", "latent some sliding")
 
 
-@pytest.fixture
-def padded():
-    ids, mask = models.tokens(2, 16), torch.ones(2, 16, dtype=torch.long)
-    mask[1, :4] = 0
-    return ids, mask
-
-
 @torch.no_grad()
-def check(model, padded):
+def check(model):
     """Without a cache, and over both kinds of one, against what ``model`` says with sdpa."""
-    ids, mask = padded
+    ids, mask = models.padded(16, 12).values()
     implementation = model.config._attn_implementation
     model.set_attn_implementation("sdpa")
     expected = model(ids, attention_mask=mask, use_cache=False).logits
@@ -47,12 +40,12 @@ def check(model, padded):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_flex_attention(case, padded):
+def test_flex_attention(case):
     """As transformers calls it, but not compiled, which takes a minute on a CPU; test_gpu.py has it compiled."""
     with torch.compiler.set_stance("force_eager"):
         model = models.mla_model(case)
         model.set_attn_implementation("flex_attention")
-        check(model, padded)
+        check(model)
 
 
 def flash(module, query, key, value, attention_mask, scaling, sliding_window=None, **kwargs):
@@ -80,19 +73,19 @@ def flash(module, query, key, value, attention_mask, scaling, sliding_window=Non
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_flash_attention(case, padded, monkeypatch):
+def test_flash_attention(case, monkeypatch):
     """By a stand-in for the kernels: what they are given is what they take, over a static cache too."""
     model = models.mla_model(case)
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "flash_attention_2", flash)
     model.config._attn_implementation = model.model.config._attn_implementation = "flash_attention_2"
-    check(model, padded)
+    check(model)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_own_ops(case, padded):
+def test_own_ops(case):
     model = models.mla_model(case)
     model.set_attn_implementation("mha2mla")
-    check(model, padded)
+    check(model)
 
 
 @pytest.mark.parametrize("version", [2, 3])

@@ -16,8 +16,8 @@ from mha2mla.modeling import cache as cache_module
 from mha2mla.modeling.captured import GraphStore
 from mha2mla.modeling.recorders import CudaGraphs
 from tests.modeling import models
+from tests.modeling.models import padded
 from tests.modeling.tape import Refusing, Tape
-from tests.modeling.test_generate import padded
 
 LAYOUTS = ("per-group", "shared", "latent")
 # So large that the pages of a small cache take less memory, and are kept.

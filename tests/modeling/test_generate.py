@@ -10,21 +10,11 @@ from tests.modeling import models
 LAYOUTS = ("per-group", "latent")
 
 
-def padded(*lengths: int) -> dict[str, torch.Tensor]:
-    """A left-padded batch of random prompts, as generate takes it."""
-    total = max(lengths)
-    ids, mask = models.tokens(len(lengths), total), torch.ones(len(lengths), total, dtype=torch.long)
-    for row, length in enumerate(lengths):
-        ids[row, : total - length] = models.SIZES["pad_token_id"]
-        mask[row, : total - length] = 0
-    return {"input_ids": ids, "attention_mask": mask}
-
-
 @pytest.mark.parametrize("case", models.GEOMETRIES)
 def test_greedy_tokens_of_every_form_and_cache(case):
     """Against no cache at all; windows are left behind on the way."""
     model = models.mla_model(case)
-    inputs = padded(12, 7, 1)
+    inputs = models.padded(12, 7, 1)
     options = {"max_new_tokens": 14, "do_sample": False}
     expected = model.generate(**inputs, use_cache=False, **options)
     for form in ("auto", "absorbed", "expanded"):
@@ -46,7 +36,7 @@ def test_eight_bit_latents_under_generate(case):
     """The same tokens from a growing and a static cache, one sequence at a time, and where beams are reordered; and
     from ragged batches, which hold the same codes."""
     model = models.mla_model(case, attention_backend="mla_fp8_reference")
-    inputs, options = padded(11, 6, 2), {"max_new_tokens": 9, "do_sample": False}
+    inputs, options = models.padded(11, 6, 2), {"max_new_tokens": 9, "do_sample": False}
     together = model.generate(**inputs, **options)
     assert torch.equal(model.generate(**inputs, cache_implementation="static", **options), together)
     for row, length in enumerate((11, 6, 2)):
@@ -69,12 +59,16 @@ def test_generate_makes_a_latent_cache():
     model = models.mla_model()
     for kind, static in ((None, False), ("dynamic", False), ("static", True)):
         out = model.generate(
-            **padded(5), max_new_tokens=3, do_sample=False, cache_implementation=kind, return_dict_in_generate=True
+            **models.padded(5),
+            max_new_tokens=3,
+            do_sample=False,
+            cache_implementation=kind,
+            return_dict_in_generate=True,
         )
         assert isinstance(out.past_key_values, LatentCache)
         assert out.past_key_values.is_compileable is static
         assert int(out.past_key_values.get_seq_length()) == 7
-    out = model.generate(**padded(5), max_new_tokens=3, use_cache=False, return_dict_in_generate=True)
+    out = model.generate(**models.padded(5), max_new_tokens=3, use_cache=False, return_dict_in_generate=True)
     assert out.past_key_values is None
 
 
@@ -88,36 +82,34 @@ def test_an_offloaded_cache_is_left_to_transformers():
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_a_padded_batch_says_what_its_sequences_say(case):
     model = models.mla_model(case)
-    inputs = padded(11, 6, 2)
+    inputs = models.padded(11, 6, 2)
     together = model.generate(**inputs, max_new_tokens=9, do_sample=False)[:, 11:]
     for row, length in enumerate((11, 6, 2)):
         alone = model.generate(inputs["input_ids"][row : row + 1, 11 - length :], max_new_tokens=9, do_sample=False)
         assert torch.equal(alone[0, length:], together[row])
 
 
-@pytest.mark.parametrize("case", LAYOUTS)
-def test_sampling_with_a_seed(case):
-    model = models.mla_model(case)
-    inputs = padded(9, 4)
+MODES = {
+    "sampling": {"do_sample": True, "top_k": 0, "temperature": 0.8},
+    "beams": {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
+}
 
-    def sample(seed: int, **options) -> torch.Tensor:
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_sampling_and_beams_over_every_cache(case, mode):
+    """Beams reorder a cache; samples depend on the seed."""
+    model, inputs = models.mla_model(case), models.padded(9, 4)
+
+    def generate(seed: int = 3, **options) -> torch.Tensor:
         torch.manual_seed(seed)
-        return model.generate(**inputs, max_new_tokens=12, do_sample=True, top_k=0, temperature=0.8, **options)
+        return model.generate(**inputs, max_new_tokens=12, **MODES[mode], **options)
 
-    expected = sample(3, use_cache=False)
-    assert not torch.equal(expected, sample(4, use_cache=False))
+    expected = generate(use_cache=False)
+    assert torch.equal(generate(4, use_cache=False), expected) == (mode == "beams")
     for kind in ("dynamic", "static"):
-        assert torch.equal(sample(3, cache_implementation=kind), expected)
-
-
-@pytest.mark.parametrize("case", LAYOUTS)
-def test_beam_search_reorders_the_cache(case):
-    model = models.mla_model(case)
-    inputs = padded(9, 4)
-    options = {"max_new_tokens": 10, "num_beams": 3, "num_return_sequences": 2, "do_sample": False}
-    expected = model.generate(**inputs, use_cache=False, **options)
-    for kind in ("dynamic", "static"):
-        assert torch.equal(model.generate(**inputs, cache_implementation=kind, **options), expected)
+        assert torch.equal(generate(cache_implementation=kind), expected)
+    assert torch.equal(generate(past_key_values=DynamicCache(config=model.config)), expected)
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
@@ -135,7 +127,7 @@ def test_assisted_generation_crops_the_cache(case):
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_chunked_prefill(kind, case):
     model = models.mla_model(case)
-    inputs = padded(23, 11)
+    inputs = models.padded(23, 11)
     options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": kind, "disable_compile": True}
     expected = model.generate(**inputs, **options)
     assert torch.equal(model.generate(**inputs, prefill_chunk_size=10, **options), expected)

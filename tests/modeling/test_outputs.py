@@ -10,9 +10,7 @@ from tests.modeling.full_rank import full_rank
 
 @pytest.fixture
 def padded():
-    ids, mask = models.tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
-    mask[1, :3] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+    return models.padded(12, 9)
 
 
 @pytest.fixture(params=models.BUILDS)

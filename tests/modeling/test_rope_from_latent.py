@@ -11,7 +11,6 @@ from mha2mla.modeling import modeling_mha2mla
 from tests.modeling import models
 from tests.modeling.full_rank import full_rank, full_rank_geometry
 from tests.modeling.models import TOLERANCE
-from tests.modeling.test_generate import padded
 
 
 def stock_cache(model, kind: str, length: int):
@@ -91,15 +90,6 @@ def test_stock_caches_hold_the_latent_alone(case, kind):
         for index, layer in enumerate(cache.layers):
             width = layer.keys.shape[-1] + layer.values.shape[-1]
             assert width == model.config.layer_geometry(index).cache_numel_per_token
-
-
-@pytest.mark.parametrize("case", models.LATENT_GEOMETRIES)
-def test_beams_over_a_stock_cache(case):
-    model, inputs = models.mla_model(case), padded(12, 7, 1)
-    options = {"max_new_tokens": 14, "do_sample": False, "num_beams": 2}
-    expected = model.generate(**inputs, use_cache=False, **options)
-    again = model.generate(**inputs, past_key_values=DynamicCache(config=model.config), **options)
-    assert torch.equal(again, expected)
 
 
 @torch.no_grad()
