@@ -104,12 +104,19 @@ class TestVerbs:
         self.check(model, cache, ids[:, :14], keys)
         with pytest.raises(ValueError, match="tokens_to_remove is 3"):
             cache.crop(3)
+        with pytest.raises(ValueError, match="tokens_to_remove is -16; the cache holds 15 tokens"):
+            cache.crop(-16)
+        assert int(cache.get_seq_length()) == 15
+        cache.crop(-15)
+        assert int(cache.get_seq_length()) == 0
 
     def test_reorder_cache(self, model, keys):
         ids, order = models.tokens(3, 20), torch.tensor([2, 0, 0])
         cache = filled(model, ids, **keys)
         cache.reorder_cache(order)
         self.check(model, cache, ids[order], keys)
+        with pytest.raises(ValueError, match=r"beam_idx.shape is \(1,\); expected \(3,\)"):
+            cache.reorder_cache(torch.tensor([1]))
 
     def test_batch_repeat_interleave(self, model, keys):
         ids = models.tokens(2, 20)

@@ -1,4 +1,4 @@
-"""What a filled latent cache is: pages that the op reads, nothing that leaks, copies, and gradients.
+"""Contents of a filled latent cache: pages that the op reads, nothing that leaks, copies.
 
 Its bytes, growth and verbs are in test_cache.py.
 """
@@ -8,27 +8,13 @@ import copy
 import pytest
 import torch
 
-from mha2mla.modeling import LatentCache
 from tests.modeling import models
+from tests.modeling.test_cache import filled, next_logits
 
-KINDS = {"dynamic": None, "static": 64}
 
-
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[{}, {"max_cache_len": 64}], ids=["dynamic", "static"])
 def kind(request):
-    return request.param
-
-
-def filled(model, ids, kind, page_size=16):
-    cache = LatentCache(model.config, max_cache_len=KINDS[kind], page_size=page_size)
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-    return cache
-
-
-@torch.no_grad()
-def next_logits(model, ids, cache):
-    return model(ids, past_key_values=cache).logits
+    return {"page_size": 16, **request.param}
 
 
 @pytest.mark.parametrize(
@@ -37,7 +23,7 @@ def next_logits(model, ids, cache):
 )
 def test_pages_are_what_the_op_expects(case, expected, kind):
     model = models.mla_model(case)
-    cache = filled(model, models.tokens(3, 37), kind)
+    cache = filled(model, models.tokens(3, 37), **kind)
     layer, pages = cache.layers[0], cache.capacity // 16
     shapes = {name: tuple(tensor.shape) for name, tensor in layer.tensors.items()}
     assert shapes == {name: (3 * pages, 16, *numbers) for name, numbers in expected.items()}
@@ -49,11 +35,11 @@ def test_pages_are_what_the_op_expects(case, expected, kind):
 def test_a_copy_is_another_cache(case, kind):
     """A prompt is prefilled once and continued several times."""
     model = models.mla_model(case)
-    prompt = filled(model, models.tokens(2, 20), kind)
+    prompt = filled(model, models.tokens(2, 20), **kind)
     more = models.tokens(2, 1)
-    first = next_logits(model, more, copy.deepcopy(prompt))
-    next_logits(model, models.tokens(2, 1), copy.deepcopy(prompt))
-    assert torch.equal(next_logits(model, more, copy.deepcopy(prompt)), first)
+    first = next_logits(model, copy.deepcopy(prompt), more)
+    next_logits(model, copy.deepcopy(prompt), models.tokens(2, 1))
+    assert torch.equal(next_logits(model, copy.deepcopy(prompt), more), first)
     assert int(prompt.get_seq_length()) == 20
 
 
@@ -63,12 +49,12 @@ def test_unused_pages_do_not_matter(case, backend, kind):
     """The expanded form multiplies masked values by zero, so NaN behind a static layer's tokens would show."""
     model = models.mla_model(case, attention_backend=backend)
     ids, more = models.tokens(2, 20), models.tokens(2, 1)
-    expected = next_logits(model, more, filled(model, ids, kind))
-    cache = filled(model, ids, kind)
+    expected = next_logits(model, filled(model, ids, **kind), more)
+    cache = filled(model, ids, **kind)
     for layer in cache.layers:
         for tokens in layer.rows():
             tokens[:, 21:] = torch.nan
-    assert torch.equal(next_logits(model, more, cache), expected)
+    assert torch.equal(next_logits(model, cache, more), expected)
 
 
 def test_a_tensor_may_say_how_much_is_cropped():

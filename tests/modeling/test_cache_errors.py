@@ -44,27 +44,6 @@ def test_growth_interrupted_between_layers():
 
 
 @torch.no_grad()
-def test_reordering_takes_its_memory_first():
-    model = models.mla_model("per layer")
-    for max_cache_len in (None, 32):
-        cache = LatentCache(model.config, max_cache_len=max_cache_len)
-        model(models.tokens(3, 9), past_key_values=cache)
-        assert broken_off(lambda cache=cache: cache.reorder_cache(torch.tensor([2, 0, 0])), cache) > 0
-        with pytest.raises(ValueError, match=r"beam_idx.shape is \(1,\); expected \(3,\)"):
-            cache.reorder_cache(torch.tensor([1]))
-
-
-@torch.no_grad()
-def test_selecting_changes_all_layers_or_none():
-    model = models.mla_model("per layer")
-    cache = LatentCache(model.config)
-    model(models.tokens(3, 9), past_key_values=cache)
-    assert broken_off(lambda: cache.batch_select_indices(torch.tensor([2, 0])), cache) > 4
-    assert broken_off(lambda: cache.batch_repeat_interleave(2), cache) > 4
-    assert cache.batch_size == 4
-
-
-@torch.no_grad()
 def test_a_step_whose_loss_fails_has_not_happened():
     """Counting is the last thing that a step does."""
     model = models.mla_model()
@@ -99,19 +78,6 @@ def test_static_cache_that_did_not_fit_fits_fewer():
     assert cache.nbytes == 0
     model(models.tokens(2, 5), past_key_values=cache)
     assert cache.batch_size == 2
-
-
-@pytest.mark.parametrize("max_cache_len", [None, 32])
-@torch.no_grad()
-def test_crop_below_zero_is_refused(max_cache_len):
-    model = models.mla_model()
-    cache = LatentCache(model.config, max_cache_len=max_cache_len)
-    model(models.tokens(2, 9), past_key_values=cache)
-    with pytest.raises(ValueError, match="tokens_to_remove is -10; the cache holds 9 tokens"):
-        cache.crop(-10)
-    assert int(cache.get_seq_length()) == 9
-    cache.crop(-9)
-    assert int(cache.get_seq_length()) == 0
 
 
 @torch.no_grad()
