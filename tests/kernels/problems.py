@@ -8,28 +8,14 @@ import random
 
 import torch
 
+from mha2mla.kernels import gqa_decode, mla_decode, quantize_latent
+from mha2mla.kernels.gqa_decode import selection as gqa_selection
+from mha2mla.kernels.mla_decode import selection as mla_selection
+from mha2mla.kernels.mla_decode.api import FP8
+from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.reference import Fragment, Span, attended_span, plan_fragments, write_schedule
 from mha2mla.kernels.split_kv.schedule import FIELDS, Column
-from mha2mla.testing.numeric_check import errors
-from mha2mla.testing.problems import UNUSED_PAGE, Problem, exact, judge, sequences
-
-__all__ = [
-    "UNUSED_PAGE",
-    "Problem",
-    "assert_right",
-    "errors",
-    "exact",
-    "judge",
-    "poison_unseen_pages",
-    "prepared",
-    "random_schedule_call",
-    "random_work",
-    "run_kernels",
-    "same_schedule",
-    "spans_of",
-    "torch_at",
-    "write_work",
-]
+from mha2mla.testing.problems import UNUSED_PAGE, GQAProblem, PagedProblem, Problem, exact, judge, sequences
 
 NO_WINDOW = 2**30  # as launch.py, which imports TileLang
 
@@ -44,24 +30,50 @@ def torch_at(inputs: dict, dtype: torch.dtype, window: int | None = None, sinks:
     return torch.stack(outs) if outs else exact(inputs)[0].to(dtype)
 
 
-def assert_right(
-    inputs: dict,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    dtype: torch.dtype,
-    window: int | None = None,
-    sinks: int = 0,
-) -> tuple[float, float]:
-    """Asserts what ``judge`` finds; returns the relative error and torch's at ``dtype``."""
-    judgement = judge(inputs, out, lse, window, sinks)
+def assert_right(inputs: dict, out: torch.Tensor, lse: torch.Tensor | None, **visibility) -> None:
+    judgement = judge(inputs, out, lse, **visibility)
     assert judgement.ok, judgement.reason
-    return judgement.error, judgement.torch_error
 
 
-def poison_unseen_pages(problem: Problem, inputs: dict) -> dict:
+class CodesProblem(Problem):
+    """One decode call over e4m3 latents and rotary keys; codes and scales are NaN where no query looks."""
+
+    op = FP8
+
+    def inputs(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> dict:
+        made = super().inputs(dtype, device)
+        made["latent_cache"], made["latent_scale"] = quantize_latent(made["latent_cache"])
+        return made
+
+
+def name(problem: PagedProblem) -> str:
+    return "-".join(f"{size}{number}" for size, number in problem.columns.items())
+
+
+def decode(problem: PagedProblem, inputs: dict, **options):
+    """The public op of the problem's call."""
+    return (gqa_decode if isinstance(problem, GQAProblem) else mla_decode)(**inputs, **options)
+
+
+def empty_out(problem: PagedProblem, inputs: dict) -> torch.Tensor:
+    """An output of the problem's call, NaN."""
+    q = inputs[problem.op.names[0]]
+    width = problem.v_head_dim if isinstance(problem, GQAProblem) else problem.kv_lora_rank
+    return q.new_full((*q.shape[:3], width), torch.nan)
+
+
+def kernels_of(problem: PagedProblem, capability: int) -> list[KernelChoice]:
+    """Every configuration that could serve the problem, the rule's choice first."""
+    if isinstance(problem, GQAProblem):
+        return gqa_selection.list_kernels(problem.shape(), capability)
+    how = {"has_rope_cache": "rope_cache" in problem.op.names, "codes": "latent_scale" in problem.op.names}
+    return mla_selection.list_kernels(problem.shape(), capability, **how)
+
+
+def poison_unseen_pages(problem: PagedProblem, inputs: dict) -> dict:
     """Also poisons table entries of pages that no query sees but that lie in a tile with a token that one sees."""
-    table = inputs["block_table"]
-    seen = problem._seen(problem.capacity, table.device).view(*table.shape, problem.page_size).any(2)
+    table, storage = inputs["block_table"], getattr(problem, "storage", problem)
+    seen = storage._seen(storage.capacity, table.device).view(*table.shape, problem.page_size).any(2)
     return inputs | {"block_table": torch.where(seen, table, UNUSED_PAGE)}
 
 
@@ -112,17 +124,6 @@ def write_work(
     return schedule, torch.tensor(splits, dtype=torch.int32, device=device)
 
 
-def spans_of(inputs: dict, window: int | None = None, sinks: int = 0) -> list[Span]:
-    """Tokens of each sequence that some query sees."""
-    capacity = inputs["block_table"].shape[1] * inputs["latent_cache"].shape[1]
-    lengths = inputs["cache_seqlens"].tolist()
-    starts = [0] * len(lengths) if inputs["cache_starts"] is None else inputs["cache_starts"].tolist()
-    return [
-        attended_span(length, start, capacity, inputs["q_latent"].shape[1], inputs["causal"], window, sinks)
-        for length, start in zip(lengths, starts, strict=True)
-    ]
-
-
 def random_schedule_call(draw: random.Random) -> dict:
     """Arguments of a planner: lengths (many alike, many empty, far apart), starts, window, CTAs."""
     batch, longest = draw.randint(1, 150), draw.choice([1, 70, 300, 20000])
@@ -147,18 +148,8 @@ def random_schedule_call(draw: random.Random) -> dict:
 def same_schedule(planner, call: dict, device: str = "cpu") -> bool:
     """True where a compiled planner writes what the oracle writes, wherever the oracle writes something."""
     lengths, starts, num_ctas = call["lengths"], call["starts"], call["num_ctas"]
-    spans = [
-        attended_span(
-            length,
-            starts[b] if starts else 0,
-            call["capacity"],
-            call["seqlen_q"],
-            call["causal"],
-            call["window"],
-            call["sinks"],
-        )
-        for b, length in enumerate(lengths)
-    ]
+    shared = [call[name] for name in ("capacity", "seqlen_q", "causal", "window", "sinks")]
+    spans = [attended_span(length, starts[b] if starts else 0, *shared) for b, length in enumerate(lengths)]
     expected = torch.empty(num_ctas + len(lengths), FIELDS, dtype=torch.int32)
     expected_splits = torch.empty(len(lengths), 2, dtype=torch.int32)
     work = plan_fragments([span.tiles for span in spans], num_ctas, call["num_splits"])
@@ -176,57 +167,32 @@ def same_schedule(planner, call: dict, device: str = "cpu") -> bool:
     return torch.equal(schedule, expected) and torch.equal(splits.cpu(), expected_splits)
 
 
-def prepared(
-    spans: list[Span],
-    shape: tuple[int, ...],
-    num_ctas: int,
-    work: list[list[Fragment]] | None,
-    device: torch.device | str,
-) -> tuple[torch.Tensor, ...]:
-    """Schedule and splits of a call with an output of ``shape``, and its partial_out, partial_lse and lse, all NaN.
-
-    ``work`` None: what the planner makes of the spans.
-    """
-    batch, seqlen_q, heads, width = shape
-    if work is None:
-        schedule = torch.empty(num_ctas + batch, FIELDS, dtype=torch.int32)
-        splits = torch.empty(batch, 2, dtype=torch.int32)
-        write_schedule(spans, plan_fragments([span.tiles for span in spans], num_ctas), schedule, splits)
-        plan = schedule.to(device), splits.to(device)
-    else:
-        plan = write_work(spans, work, device)
-    sizes = ((num_ctas, 2, seqlen_q, heads, width), (num_ctas, 2, seqlen_q, heads), (batch, heads, seqlen_q))
-    return *plan, *(torch.full(size, torch.nan, dtype=torch.float32, device=device) for size in sizes)
-
-
 def run_kernels(
-    split,
-    merge,
-    inputs: dict,
-    num_ctas: int,
-    work: list[list[Fragment]] | None = None,
-    window: int | None = None,
-    sinks: int = 0,
+    problem: PagedProblem, split, merge, inputs: dict, num_ctas: int, work: list[list[Fragment]] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A compiled decode kernel and combine on one problem, every output and all workspace poisoned with NaN before.
 
     ``work`` None: what the planner makes of the lengths.
     """
-    q = inputs["q_latent"]
-    schedule, splits, partial_out, partial_lse, lse = prepared(
-        spans_of(inputs, window, sinks), q.shape, num_ctas, work, q.device
-    )
-    out = torch.full_like(q, torch.nan)
-    if (rope := inputs.get("rope")) is None:
-        keys, last = (inputs["rope_cache"].flatten(2),), ()
-    else:
+    spans, out, tensors, last = problem.spans(), empty_out(problem, inputs), inputs, ()
+    batch, seqlen_q, heads, width = out.shape
+    if work is None:
+        work = plan_fragments([span.tiles for span in spans], num_ctas)
+    schedule, splits = write_work(spans, work, out.device)
+    sizes = ((num_ctas, 2, seqlen_q, heads, width), (num_ctas, 2, seqlen_q, heads), (batch, heads, seqlen_q))
+    partial_out, partial_lse, lse = (out.new_full(size, torch.nan, dtype=torch.float32) for size in sizes)
+    if (rope := inputs.get("rope")) is not None:
         offsets = inputs["block_table"] if rope.page_offsets is None else rope.page_offsets
-        keys, last = (rope.weight, rope.bias, rope.inv_freq, offsets), (rope.scaling, rope.page_offsets is not None)
+        tensors = inputs | {
+            "rope_weight": rope.weight, "rope_bias": rope.bias, "inv_freq": rope.inv_freq, "page_offsets": offsets,
+        }  # fmt: skip
+        last = float(rope.scaling), int(rope.page_offsets is not None)
+    elif "rope_cache" in inputs:
+        tensors = inputs | {"rope_cache": inputs["rope_cache"].flatten(2)}
     split(
-        q, inputs["q_pe"], inputs["latent_cache"], *([inputs["latent_scale"]] if "latent_scale" in inputs else []),
-        *keys, inputs["block_table"], schedule, partial_out, partial_lse, out, lse, inputs["softmax_scale"],
-        int(inputs["causal"]), NO_WINDOW if window is None else window, sinks, *map(float, last[:1]),
-        *map(int, last[1:]),
+        *(tensors[name] for name in problem.op.names), inputs["block_table"], schedule, partial_out, partial_lse, out,
+        lse, inputs["softmax_scale"], int(inputs["causal"]), NO_WINDOW if problem.window is None else problem.window,
+        problem.sinks, *last,
     )  # fmt: skip
     merge(splits, partial_out, partial_lse, out, lse)
     return out, lse

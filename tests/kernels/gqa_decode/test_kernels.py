@@ -23,8 +23,7 @@ from mha2mla.testing.problems import GQAProblem
 from tests.few import few
 from tests.kernels import compiled
 from tests.kernels.compiled import for_cpu
-from tests.kernels.gqa_decode.problems import assert_right, poison_unseen_pages, run_kernels
-from tests.kernels.problems import random_work
+from tests.kernels.problems import assert_right, name, poison_unseen_pages, random_work, run_kernels
 
 
 def test_every_shape_of_the_contract_is_served():
@@ -82,7 +81,7 @@ def run_on_cpu(problem: GQAProblem, num_ctas: int, work=None, max_rows=32, block
     split, merge = compiled_for_cpu(shape, max_rows, block_tokens, splits)
     inputs = poison_unseen_pages(problem, problem.inputs(torch.float32))
     out, lse = run_kernels(problem, split, merge, inputs, num_ctas, work)
-    assert_right(problem, inputs, out, lse)
+    assert_right(inputs, out, lse, **problem.visibility)
     return out
 
 
@@ -97,7 +96,7 @@ CPU_SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("problem", CPU_SHAPES, ids=lambda problem: problem.name)
+@pytest.mark.parametrize("problem", CPU_SHAPES, ids=name)
 def test_no_shape_reads_poison_or_drops_heads(problem):
     """Group ratios that are no power of two, odd widths, poisoned pages, one CTA and more CTAs than tiles."""
     for num_ctas in (1, 2, 12):

@@ -1,6 +1,6 @@
 """The portable kernel bodies and the combine, executed on TileLang's CPU target against float64.
 
-Checks algebra, masks, paging, tiling and fragments; layouts and barriers need a GPU (test_kernels_gpu.py).
+Checks algebra, masks, paging, tiling and fragments; layouts and barriers need a GPU (test_decode_gpu.py).
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import torch
 from mha2mla.kernels.mla_decode.api import LATENT
 from mha2mla.kernels.mla_decode.selection import list_kernels
 from mha2mla.kernels.split_kv.choice import MAX_SPLITS, tile_rows
-from mha2mla.testing.problems import LatentProblem
+from mha2mla.testing.problems import LatentProblem, Problem
 from tests.few import few
 from tests.kernels.compiled import for_cpu
-from tests.kernels.mla_decode.problems import name
-from tests.kernels.problems import Problem, assert_right, poison_unseen_pages, random_work, run_kernels
+from tests.kernels.problems import assert_right, name, poison_unseen_pages, random_work, run_kernels
 
 pytest.importorskip("tilelang", reason="TileLang is not installed")
 
@@ -49,8 +48,8 @@ def kernels_of(problem, max_rows=32, max_groups=8, block_tokens=64, splits=64, c
 
 def run(problem, num_ctas: int, work=None, **how):
     inputs = poison_unseen_pages(problem, problem.inputs(torch.float32))
-    out, lse = run_kernels(*kernels_of(problem, **how), inputs, num_ctas, work, **problem.visibility)
-    assert_right(inputs, out, lse, torch.float32, **problem.visibility)
+    out, lse = run_kernels(problem, *kernels_of(problem, **how), inputs, num_ctas, work)
+    assert_right(inputs, out, lse, **problem.visibility)
     return out
 
 
@@ -178,8 +177,8 @@ def test_no_page_inside_a_length_is_zeros(problem, page_size):
     caches = {n: inputs[n] for n in ("latent_cache", "rope_cache") if inputs.get(n) is not None}
     zeros = {n: torch.cat((cache, *[torch.zeros_like(cache[:1])] * 3)) for n, cache in caches.items()}
     for num_ctas in (1, 3):
-        out, lse = run_kernels(*kernels_of(problem), inputs | {"block_table": holes}, num_ctas)
-        assert_right(inputs | zeros | {"block_table": filled}, out, lse, torch.float32)
+        out, lse = run_kernels(problem, *kernels_of(problem), inputs | {"block_table": holes}, num_ctas)
+        assert_right(inputs | zeros | {"block_table": filled}, out, lse)
 
 
 def test_left_padding():

@@ -20,7 +20,9 @@ from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels, sele
 from mha2mla.kernels.split_kv import op
 from mha2mla.kernels.split_kv.choice import MAX_SPLITS, SEQLENS_Q, SHARED_MEMORY, shared_memory_limit, tile_rows
 from mha2mla.kernels.split_kv.schedule import FIELDS, MAX_BATCH
-from tests.kernels.problems import Problem, assert_right, errors, torch_at
+from mha2mla.testing.numeric_check import errors
+from mha2mla.testing.problems import Problem
+from tests.kernels.problems import assert_right, torch_at
 
 ROOT = Path(__file__).parents[3]
 BASE = Problem(6, 3, 24, 8, (0, 1, 70), page_size=16, seqlen_q=2)
@@ -43,7 +45,7 @@ def test_reference_is_the_formula(dtype, starts, combined):
     inputs = problem.inputs(dtype)
     out, lse = call(inputs, return_lse=True)
     assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert_right(inputs, out, lse, dtype)
+    assert_right(inputs, out, lse)
     if dtype == torch.float64:  # against the independent loop, at the same precision
         assert errors(torch_at(inputs, torch.float64), out)[0] < 1e-14
 
@@ -82,7 +84,7 @@ def test_windows_and_sinks_are_the_definition(window, sinks, causal, starts):
     inputs = problem.inputs(torch.float64)
     out, lse = call(inputs, plan=problem.plan(inputs), return_lse=True)
     torch.testing.assert_close(out, dense(problem, inputs), rtol=1e-12, atol=1e-13)
-    assert_right(inputs, out, lse, torch.float64, window, sinks)
+    assert_right(inputs, out, lse, **problem.visibility)
 
 
 def test_lengths_beyond_the_table_are_clamped():

@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernels import dequantize_latent, explain_mla_decode, mla_decode, plan_mla_decode, quantize_latent
+from mha2mla.kernels import dequantize_latent, explain_mla_decode, mla_decode, quantize_latent
 from mha2mla.kernels.mla_decode.quantization import CODES, SMALLEST_SCALE
 from mha2mla.kernels.mla_decode.selection import DecodeShape, column_of_code, select_kernel
 from mha2mla.testing.problems import Problem, exact
 from tests.few import few
 from tests.kernels.compiled import gate
-from tests.kernels.mla_decode.problems import fp8_inputs
-from tests.kernels.problems import torch_at
+from tests.kernels.problems import CodesProblem, torch_at
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -45,34 +44,28 @@ def test_rows_that_are_zero_tiny_or_not_finite():
 
 
 SHAPES = [
-    Problem(32, 1, 512, 64, (0, 1, 63, 64, 65, 700)),
-    Problem(9, 3, 80, 16, (5, 130), page_size=16),
-    Problem(8, 8, 64, 8, (3, 70, 66), seqlen_q=2),
-    Problem(4, 2, 48, 16, (90, 70), starts=(3, 65)),
-    Problem(4, 1, 64, 16, (500,), window=70, sinks=5),
+    CodesProblem(32, 1, 512, 64, (0, 1, 63, 64, 65, 700)),
+    CodesProblem(9, 3, 80, 16, (5, 130), page_size=16),
+    CodesProblem(8, 8, 64, 8, (3, 70, 66), seqlen_q=2),
+    CodesProblem(4, 2, 48, 16, (90, 70), starts=(3, 65)),
+    CodesProblem(4, 1, 64, 16, (500,), window=70, sinks=5),
 ]
 
 
 @pytest.mark.parametrize("problem", SHAPES)
 def test_reference_is_decode_over_the_dequantised_cache(problem):
-    inputs, held = fp8_inputs(problem, torch.float64)
-    plan = None
-    if problem.window is not None:
-        plan = plan_mla_decode(
-            inputs["q_latent"], inputs["rope_cache"], inputs["block_table"], inputs["cache_seqlens"],
-            qk_rope_head_dim=problem.qk_rope_head_dim, latent_dtype=CODES, **problem.visibility,
-        )  # fmt: skip
+    inputs = problem.inputs(torch.float64)
+    plan = None if problem.window is None else problem.plan(inputs)
     out, lse = mla_decode(**inputs, plan=plan, return_lse=True)
-    expected, expected_lse = exact(held, **problem.visibility)
+    expected, expected_lse = exact(inputs, **problem.visibility)
     assert torch.allclose(out, expected, rtol=1e-12, atol=1e-12)
     assert torch.allclose(lse, expected_lse, rtol=1e-12, atol=1e-12)
 
 
 def test_error_beside_the_original_cache():
     """Loss against the unquantised cache: about the relative error of e4m3 (2^-5 on average)."""
-    problem = Problem(8, 1, 128, 16, (300, 200))
-    original = problem.inputs(torch.float64)
-    inputs, _ = fp8_inputs(problem, torch.float64)
+    size = (8, 1, 128, 16, (300, 200))
+    original, inputs = (kind(*size).inputs(torch.float64) for kind in (Problem, CodesProblem))
     expected, _ = exact(original)
     error = (mla_decode(**inputs) - expected).norm() / expected.norm()
     assert 1e-3 < error < 0.06
@@ -95,7 +88,7 @@ def test_error_beside_the_original_cache():
     ],
 )
 def test_refusals_name_the_argument(change, message):
-    inputs, _ = fp8_inputs(Problem(4, 2, 32, 8, (5,)), torch.float32)
+    inputs = CodesProblem(4, 2, 32, 8, (5,)).inputs(torch.float32)
     with pytest.raises(ValueError, match=message):
         mla_decode(**inputs | change)
 
@@ -108,7 +101,7 @@ def test_explain():
 
 
 def test_opcheck():
-    inputs, _ = fp8_inputs(Problem(4, 2, 32, 8, (5, 70)), torch.bfloat16)
+    inputs = CodesProblem(4, 2, 32, 8, (5, 70)).inputs(torch.bfloat16)
     names = ("q_latent", "q_pe", "latent_cache", "latent_scale", "rope_cache", "block_table", "cache_seqlens")
     arguments = (*(inputs[name].nan_to_num() if name == "latent_scale" else inputs[name] for name in names), None)
     fit = ("test_faketensor", "test_autograd_registration")  # the others compare e4m3 arguments, which torch cannot

@@ -9,8 +9,9 @@ import torch
 
 from mha2mla.kernels import LatentRope, explain_mla_decode, mla_decode, plan_mla_decode, quantize_latent, rotary_keys
 from mha2mla.kernels.mla_decode.api import LATENT
+from mha2mla.testing.numeric_check import errors
 from mha2mla.testing.problems import LatentProblem, judge, with_keys
-from tests.kernels.problems import assert_right, errors, torch_at
+from tests.kernels.problems import assert_right, torch_at
 
 BASE = LatentProblem(6, 1, 24, 8, (0, 1, 70), page_size=16, seqlen_q=2, scaling=1.3)
 
@@ -62,7 +63,7 @@ def test_reference_is_a_textbooks_attention(dtype, change):
     """Head by head over dense keys: [c, k_pe] as they were computed up front."""
     inputs = dataclasses.replace(BASE, **change).inputs(dtype)
     out, lse = mla_decode(**inputs, return_lse=True)
-    assert_right(inputs, out, lse, dtype)
+    assert_right(inputs, out, lse)
     if dtype == torch.float64:
         assert errors(torch_at(inputs, torch.float64), out)[0] < 1e-13
 
@@ -156,7 +157,7 @@ def test_entries_behind_a_length_may_name_any_page():
     inputs["block_table"][1, 3:] = inputs["block_table"][0, 1]
     inputs["block_table"][0, 5:] = inputs["block_table"][0, 0]
     out, lse = mla_decode(**inputs, return_lse=True)
-    assert_right(inputs, out, lse, torch.float64)
+    assert_right(inputs, out, lse)
 
 
 def test_opcheck_and_fullgraph():
