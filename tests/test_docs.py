@@ -16,16 +16,20 @@ import pytest
 from cyclopts import App, CycloptsError
 
 import mha2mla
+from benchmarks import readme_picture
 from mha2mla.conversion.recipe import recipe_file
 from mha2mla.eval import plots
 from tests.commands import VERBS, parse
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
 LANGUAGES = ("python", "bash", "yaml", "")  # without a language: nothing that anybody types
-# What stands in for the conversion of a real model: the same call, told to take seconds.
-CONVERTS = 'mha2mla.convert("path/to/llama", "path/to/llama-mla"'
+# A call that converts: a folder or hub id, and its destination. SHORT makes it take seconds.
+CONVERTS = re.compile(r'mha2mla\.convert\("([^"]+)", "([^"]+)"')
 SHORT = ', {"preset": "minimal", "calibration.tokens": 256, "calibration.lengths": 64}'
 
 
@@ -69,16 +73,17 @@ def test_every_block_is_of_a_language_that_is_checked():
 
 @pytest.mark.parametrize("block", blocks("python"), ids=str)
 def test_python_runs(block, tiny_source, tiny_converted, tmp_path, monkeypatch):
-    """As it stands, with a tiny model where it says path/to/llama, converted where it says path/to/llama-mla."""
+    """As it stands, with a tiny model under each source's name, converted where it says path/to/llama-mla."""
     monkeypatch.chdir(tmp_path)
-    Path("path/to").mkdir(parents=True)
-    Path("path/to/llama").symlink_to(tiny_source, target_is_directory=True)
-    converts = CONVERTS in block.text
+    converts = CONVERTS.search(block.text)
+    source = Path(converts[1] if converts else "path/to/llama")
+    source.parent.mkdir(parents=True)
+    source.symlink_to(tiny_source, target_is_directory=True)
     if not converts:
         Path("path/to/llama-mla").symlink_to(tiny_converted, target_is_directory=True)
-    code = block.text.replace(CONVERTS, CONVERTS + SHORT)
+    code = CONVERTS.sub(lambda call: call[0] + SHORT, block.text)
     exec(compile(code, str(block), "exec"), {})
-    assert not converts or Path("path/to/llama-mla/model.safetensors").is_file()
+    assert not converts or Path(converts[2], "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("block", blocks("yaml"), ids=str)
@@ -125,6 +130,10 @@ def check(words: list[str]) -> None:
             check(["python", script, *arguments])
         case ["pytest", *arguments]:
             assert all((ROOT / word).exists() for word in arguments if word.startswith("tests"))
+        case ["source", ".venv/bin/activate"]:
+            assert re.search(r"^VENV +\?= \.venv$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+        case ["pip", "install", "-e", "."]:
+            assert (ROOT / "pyproject.toml").is_file()
         case ["pip", "install", "-e", extra]:
             assert re.search(rf"^{extra[2:-1]} = \[", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M)
         case ["pip", "install", "--no-deps" | "-r", _]:
@@ -203,6 +212,13 @@ def test_the_house_has_every_room():
     rooms = {room for room in rooms if not room.startswith("__")}
     missing = sorted(room for room in rooms if not re.search(rf"(?<!\w){re.escape(room)}(?!\w)", plan))
     assert not missing, f"not in docs/house.md: {missing}"
+
+
+def test_readme_picture_shows_recorded_rows():
+    svg = readme_picture.PICTURE.read_text(encoding="utf-8")
+    assert svg == readme_picture.draw(), "python benchmarks/readme_picture.py"
+    for curve in readme_picture.points().values():
+        assert curve and all(f"{ratio:.3f}" in svg for _, ratio in curve)
 
 
 def test_the_picture_shows_the_recorded_rows():
