@@ -339,8 +339,8 @@ FAULTS = tuple(
 # the smallest components are kept
 @ mha2mla/conversion/latent/rules.py
 ? tests/conversion/latent/test_rules.py
--vectors, scale = vectors.flip(1)[:, :rank], _scale(energy, rank)
-+vectors, scale = vectors[:, :rank], _scale(energy, rank)
+-vectors, scale = vectors.flip(1)[:, :rank], _lifted(energy).flip(0)[:rank].sqrt()
++vectors, scale = vectors[:, :rank], _lifted(energy).flip(0)[:rank].sqrt()
 # KL is taken the other way round
 @ mha2mla/predictions.py
 ? tests/pipeline/test_verify.py -k what_the_models_say

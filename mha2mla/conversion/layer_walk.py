@@ -48,10 +48,7 @@ _STATISTICS_TOKENS = 32768  # tokens of the converted stream; a fit needs more t
 
 
 def converted_config(
-    source_config: PreTrainedConfig,
-    spec: SourceSpec,
-    geometries: tuple[MLAGeometry, ...],
-    recipe: Recipe,
+    source_config: PreTrainedConfig, spec: SourceSpec, geometries: tuple[MLAGeometry, ...], recipe: Recipe
 ) -> MHA2MLAConfig:
     """The config of the model that ``recipe`` makes of a source; without dtype, architectures and a record of it.
 
@@ -187,13 +184,8 @@ class LayerWalk:
                 started = time.perf_counter()
                 module, window = self.model.layer(layer), self.first_window(store)
                 collector = self.collector(layer) if layer in missing else None
-                self.model.run_layer(
-                    module,
-                    layer,
-                    store,
-                    tokens=BATCH_TOKENS,
-                    observe=None if collector is None else collector.add,
-                )
+                observe = None if collector is None else collector.add
+                self.model.run_layer(module, layer, store, tokens=BATCH_TOKENS, observe=observe)
                 if collector is not None:
                     runs = partial(self.runs, layer, module, window)
                     tensors, fallback = self.convert(layer, collector.finish(), runs=runs)
@@ -210,17 +202,8 @@ class LayerWalk:
         """Room for a hidden state per token each; ``on_device``: on the model's, where all of them fit there."""
         size = self.windows.tokens.numel() * self.spec.hidden_size * self.model.dtype.itemsize
         device = device_for_activations(self.model.device, count * size) if on_device else torch.device("cpu")
-        return [
-            ActivationStore(
-                self.windows,
-                self.spec.hidden_size,
-                dtype=self.model.dtype,
-                folder=self.folder,
-                spill_bytes=self.spill_bytes,
-                device=device,
-            )
-            for _ in range(count)
-        ]
+        keys = {"dtype": self.model.dtype, "folder": self.folder, "spill_bytes": self.spill_bytes, "device": device}
+        return [ActivationStore(self.windows, self.spec.hidden_size, **keys) for _ in range(count)]
 
     def collector(self, layer: int) -> StatisticsCollector:
         """An empty collector of one layer's statistics."""
@@ -393,13 +376,16 @@ class _ConvertedWalk:
         self._observe(module, layer, collector.add)
         runs = partial(self.sequence.runs, layer, module, self.sequence.first_window(self.stream))
         tensors, fallback = self.sequence.convert(layer, collector.finish(), runs=runs)
+        closed_form = ConvertedLayer(layer, self.sequence.stored(layer, tensors), fallback=fallback)
         if self.sequence.geometries[layer].is_full_rank:
-            return ConvertedLayer(layer, self.sequence.stored(layer, tensors), fallback=fallback)
+            return closed_form
         with torch.inference_mode(False):
-            found, reason = self.sequence.reconstruct(layer, self._problem(module, layer), tensors, self.recipe.fit)
+            weights, forward = self._blend(module, layer), block_forward(self.sequence, layer, module)
+            problem = ReconstructionProblem(self.stream, self.targets, weights, forward, self.model.device)
+            found, reason = self.sequence.reconstruct(layer, problem, tensors, self.recipe.fit)
         fallback = "; ".join(filter(None, (fallback, reason)))
         if found is None:
-            return ConvertedLayer(layer, self.sequence.stored(layer, tensors), fallback=fallback)
+            return replace(closed_form, fallback=fallback)
         stored = self.sequence.stored(layer, found.tensors)
         return ConvertedLayer(layer, stored, 0.0, found.loss_before, found.loss_after, found.note, fallback)
 
@@ -440,16 +426,13 @@ class _ConvertedWalk:
                     with suppress(_Seen):
                         self.model.forward_layer(module, layer, self.stream.gather(part, self.model.device, length))
 
-    def _problem(self, module: nn.Module, layer: int) -> ReconstructionProblem:
-        weights = self._blend(module, layer)
-        forward = block_forward(self.sequence, layer, module)
-        return ReconstructionProblem(self.stream, self.targets, weights, forward, self.model.device)
-
 
 def block_forward(sequence: LayerWalk, layer: int, module: nn.Module) -> Forward:
     """The decoder layer ``module`` with the converted attention in its place, as a function of that attention's tensors
     and of windows of the lengths that ``sequence`` has."""
-    model, block = sequence.model, _with_attention(module, sequence.empty_attention(layer))
+    model, block = sequence.model, module.__class__.__new__(module.__class__)
+    modules = {**module._modules, "self_attn": sequence.empty_attention(layer)}
+    block.__dict__ = {**module.__dict__, "_modules": modules}  # shares all else with ``module``
     # Made once: masks and positions serve every batch.
     arguments = {
         length: model.layer_arguments(
@@ -485,13 +468,6 @@ def computed(tensors: Mapping[str, torch.Tensor], model: StreamedModel) -> dict[
         name: tensor.to(model.device, torch.float32 if name == "inv_freq" else model.dtype)
         for name, tensor in tensors.items()
     }
-
-
-def _with_attention(layer: nn.Module, attention: nn.Module) -> nn.Module:
-    """A decoder layer that shares everything with ``layer`` but its attention."""
-    block = layer.__class__.__new__(layer.__class__)
-    block.__dict__ = {**layer.__dict__, "_modules": {**layer._modules, "self_attn": attention}}
-    return block
 
 
 def _reason(error: Exception) -> str:

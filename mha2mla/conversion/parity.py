@@ -101,11 +101,8 @@ def compare(
     stores: list[ActivationStore] = []
     try:
         for model in (source, converted):
-            stores.append(
-                ActivationStore(
-                    TokenBlocks.of(tokens), model.hidden_size, dtype=model.dtype, folder=folder, spill_bytes=spill_bytes
-                )
-            )
+            keys = {"dtype": model.dtype, "folder": folder, "spill_bytes": spill_bytes}
+            stores.append(ActivationStore(TokenBlocks.of(tokens), model.hidden_size, **keys))
             model.embed(stores[-1])
         pass_layer = _compare_layer if by_layer else _run_layer
         layers = [
@@ -132,10 +129,10 @@ class _Error:
         self.difference, self.norm = difference, norm
 
     def add(self, other: torch.Tensor, reference: torch.Tensor) -> None:
-        """Two tensors of one shape; row sums in their own precision, the rest in float64."""
+        """Two tensors of one shape; row sums in their own precision, much faster, the rest in float64."""
         other, reference = other.float(), reference.float()
-        self.difference += _sum((other - reference).square())
-        self.norm += _sum(reference.square())
+        self.difference += float((other - reference).square().sum(-1).double().sum())
+        self.norm += float(reference.square().sum(-1).double().sum())
 
     def value(self) -> float:
         if not math.isfinite(self.difference) or not self.norm:
@@ -208,17 +205,12 @@ def _attention_of(layer: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def _observed_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **kwargs: Any,
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, *others: torch.Tensor | None, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
     """transformers' SDPA, which first shows its query, key and scaling to whoever asked."""
     observed = kwargs.pop(_OBSERVER)
     observed |= {"query": query, "key": key, "scaling": kwargs["scaling"]}
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    return sdpa_attention_forward(module, query, key, *others, **kwargs)
 
 
 AttentionInterface.register(_OBSERVED, _observed_attention)
@@ -296,8 +288,3 @@ def _logits_of(model: StreamedModel, hidden: torch.Tensor) -> LogitsOf:
         return torch.cat([nn.functional.linear(hidden[part], head).float() for head in heads], -1)
 
     return logits
-
-
-def _sum(rows: torch.Tensor) -> float:
-    """Rows in their own precision, their sums in float64: exact enough, and much faster than all in float64."""
-    return float(rows.sum(-1).double().sum())

@@ -203,10 +203,7 @@ def check(arguments: Arguments, folder: Path, recipe: Recipe, why: str) -> Plan:
 
 
 def merge_keys(
-    recipe: Recipe | Mapping[str, Any] | None,
-    preset: str | None,
-    keys: Mapping[str, Any],
-    others: Iterable[str] = (),
+    recipe: Recipe | Mapping[str, Any] | None, preset: str | None, keys: Mapping[str, Any], others: Iterable[str] = ()
 ) -> Recipe | dict[str, Any]:
     """The recipe of ``convert``'s arguments: as it was given, or its keys in one flat dict, the preset among them.
 

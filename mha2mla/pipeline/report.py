@@ -113,10 +113,6 @@ class ConversionReport:
         """Parameters relative to the source's (1.00 = as many)."""
         return self.parameters / self.source_parameters
 
-    def _ranks(self) -> str:
-        ranks = [layer["kv_lora_rank"] for layer in self.layers]
-        return f" with ranks {min(ranks)} to {max(ranks)} by layer" if len(set(ranks)) > 1 else ""
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; errors by layer are in ``layers`` only."""
         parity, long_parity = (
@@ -128,18 +124,19 @@ class ConversionReport:
         return {**values, "cache_ratio": self.cache_ratio, "weight_growth": self.weight_growth}
 
     def lines(self) -> dict[str, str]:
-        """Summary at the end: the ratio at two lengths, the cache, the weights, where, how to load it,
-        what is better."""
+        """Summary at the end: perplexity, cache, weights, destination, how to load it, what loses less."""
         parity, long_parity = self.parity, self.long_parity
         ratio = f"{parity.perplexity_ratio:.4f} x the source's in windows of {self.evaluation_length:,} tokens"
         if long_parity is not None:
             ratio += f", {long_parity.perplexity_ratio:.4f} x in one of {self.long_evaluation_length:,}"
         cached, before = 2 * self.cache_numel_per_token, 2 * self.source_cache_numel_per_token
+        ranks = {layer["kv_lora_rank"] for layer in self.layers}
+        by_layer = f" with ranks {min(ranks)} to {max(ranks)} by layer" if len(ranks) > 1 else ""
         fallbacks = [f"layer {row['layer']}: {row['fallback']}" for row in self.layers if row.get("fallback")]
         return {
             "perplexity": f"{ratio}; KL {parity.kl:.3g}, top-1 agreement {parity.top1_agreement:.4f}",
             "cache": f"{self.cache_ratio:.4f} of the source's, {cached:,} bytes of {before:,} per token in bfloat16"
-            f" ({self.geometry}{self._ranks()}); {self.decode_backend}",
+            f" ({self.geometry}{by_layer}); {self.decode_backend}",
             "weights": f"{self.weight_growth:.4f} x the source's parameters, {self.parameters:,} after"
             f" {self.source_parameters:,}; {self.weight_bytes:,} bytes after {self.source_weight_bytes:,}",
             "written to": f"{self.destination} in {self.seconds['total']:.0f} s, peak memory"

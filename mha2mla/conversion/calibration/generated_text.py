@@ -89,7 +89,8 @@ def generate_windows(
     draw = random.Random(seed)
     starts = _documents(tokenizer, draw)
     generator = torch.Generator(model.device).manual_seed(seed)
-    write = functools.partial(_write, model, _ends(model, tokenizer), starts, written)
+    ends = frozenset({*end_tokens(model), tokenizer.eos_token_id} - {None})
+    write = functools.partial(_write, model, ends, starts, written)
     made = []
     for done in range(0, count * pieces, rows):
         piece = f"{PIECES}{length}-{done:07d}"
@@ -162,8 +163,3 @@ def _documents(tokenizer: Any, draw: random.Random) -> Iterator[list[int]]:
             message = [{"role": "user", "content": text}]
             text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
         yield ([] if chat else start) + plain_tokens(tokenizer, text)
-
-
-def _ends(model: torch.nn.Module, tokenizer: Any) -> frozenset[int]:
-    """Tokens after which a document is over."""
-    return frozenset({*end_tokens(model), tokenizer.eos_token_id} - {None})

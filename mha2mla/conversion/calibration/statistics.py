@@ -12,9 +12,7 @@ from mha2mla.modeling.modeling_mha2mla import apply_rope
 _MAP_ELEMENTS = 1 << 24  # elements of the attention maps that exist at a time
 _ATTENDED_STRIDE = 8  # averages of neighbouring queries are alike: an eighth of them costs an eighth
 _FEWEST_SAMPLED = 4  # windows of a length, where there are so many: one long window is not what long windows are like
-_QUERIES = (
-    1024  # tokens of a window whose attention is looked at: a token of a long window costs what one of these does
-)
+_QUERIES = 1024  # tokens of a window whose attention is looked at, as many of a long window
 GOLDEN = (5**0.5 - 1) / 2
 
 
@@ -163,6 +161,18 @@ class StatisticsCollector:
             attended_covariance = (attended_covariance + attended_covariance.T) / 2
             # Weights sum to one, so the covariances do not see the shift and the means are off by exactly it.
             attended_mean = attended_mean + self._shift.double()
+        # Each length at its own pace, so that any part of the sample is mixed.
+        placed = [
+            (index / len(sample.kept), length, window)
+            for length, sample in self._samples.items()
+            for index, window in enumerate(sample.kept)
+        ]
+        windows = tuple(window for _, _, window in sorted(placed, key=lambda each: each[:2]))
+        distances = None
+        if self.distances:  # all at distance 0 where there is nothing
+            distances = self._distance.clone()
+            distances[:, 0] += distances.sum(-1) == 0
+            distances /= distances.sum(-1, keepdim=True)
         return LayerStatistics(
             mean=mean,
             covariance=(covariance + covariance.T) / 2,
@@ -172,18 +182,9 @@ class StatisticsCollector:
             attended_mean=attended_mean,
             attended_covariance=attended_covariance,
             attention_covariance=attention_covariance,
-            distances=_shares(self._distance) if self.distances else None,
-            sample=AttentionSample(self._mixed_sample(), self.window) if self._samples else None,
+            distances=distances,
+            sample=AttentionSample(windows, self.window) if windows else None,
         )
-
-    def _mixed_sample(self) -> tuple[torch.Tensor, ...]:
-        """The windows of all lengths, each length at its own pace, so that any part of them is mixed."""
-        placed = [
-            (index / len(sample.kept), length, window)
-            for length, sample in self._samples.items()
-            for index, window in enumerate(sample.kept)
-        ]
-        return tuple(window for _, _, window in sorted(placed, key=lambda each: each[:2]))
 
     def _add_attention(self, query: torch.Tensor, key: torch.Tensor, features: torch.Tensor) -> None:
         """query [windows, H, length, d], key [windows, h_kv, length, d], features [windows, length, E]."""
@@ -248,13 +249,6 @@ class StatisticsCollector:
         turned = (cos * real + sin * imag, sin * real - cos * imag)
         self._phase += torch.complex(*(part.sum(2).double().sum(0) for part in turned)) * share
         self._mass += weight.sum(-1).double().sum((0, 2)) * share
-
-
-def _shares(mass: torch.Tensor) -> torch.Tensor:
-    """[H, distances] of sums one; all at distance 0 where there is nothing."""
-    mass = mass.clone()
-    mass[:, 0] += mass.sum(-1) == 0
-    return mass / mass.sum(-1, keepdim=True)
 
 
 class _Sample:

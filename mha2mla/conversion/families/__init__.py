@@ -9,14 +9,7 @@ from typing import Any
 from mha2mla.conversion.families.family import ADAPTERS, FamilyAdapter
 from mha2mla.conversion.families.spec import AttentionWeights, SourceSpec, UnsupportedSourceError
 
-__all__ = [
-    "ADAPTERS",
-    "AttentionWeights",
-    "FamilyAdapter",
-    "SourceSpec",
-    "UnsupportedSourceError",
-    "adapter_for",
-]
+__all__ = ["ADAPTERS", "AttentionWeights", "FamilyAdapter", "SourceSpec", "UnsupportedSourceError", "adapter_for"]
 
 # Families that people will try, with the reason; any other unknown name is refused as unknown.
 _REFUSED: Mapping[str, str] = MappingProxyType(

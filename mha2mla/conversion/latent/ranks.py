@@ -56,10 +56,7 @@ def choose_layer_ranks(walk: LayerWalk, *, progress: bool = False) -> tuple[list
     finite = [all(map(math.isfinite, layer)) for layer in losses]
     by_rank = [dict(zip(ranks, layer, strict=True)) for layer in losses]
     allocated = allocate(
-        list(itertools.compress(by_rank, finite)),
-        uniform * sum(finite),
-        step=step,
-        most=most_rank(geometry, step),
+        list(itertools.compress(by_rank, finite)), uniform * sum(finite), step=step, most=most_rank(geometry, step)
     )
     shares = iter(allocated)
     chosen = [next(shares) if is_finite else uniform for is_finite in finite]

@@ -225,7 +225,7 @@ def _principal(target: torch.Tensor, covariance: torch.Tensor | None, rank: int)
     rows, columns = target.shape
     if rows <= columns:
         energy, vectors = torch.linalg.eigh(target @ (target.T if covariance is None else covariance @ target.T))
-        vectors, scale = vectors.flip(1)[:, :rank], _scale(energy, rank)
+        vectors, scale = vectors.flip(1)[:, :rank], _lifted(energy).flip(0)[:rank].sqrt()
         return vectors * scale, (vectors / scale).T @ target
     factor = (
         torch.eye(columns, dtype=target.dtype, device=target.device) if covariance is None else _cholesky(covariance)
@@ -234,11 +234,6 @@ def _principal(target: torch.Tensor, covariance: torch.Tensor | None, rank: int)
     energy, vectors = torch.linalg.eigh(inner.T @ inner)
     vectors = vectors.flip(1)[:, :rank]
     return inner @ vectors, torch.linalg.solve_triangular(factor, vectors.T, upper=False, left=False)
-
-
-def _scale(energy: torch.Tensor, rank: int) -> torch.Tensor:
-    """Square roots of the largest eigenvalues, none of them zero."""
-    return _lifted(energy).flip(0)[:rank].sqrt()
 
 
 def _lifted(energy: torch.Tensor) -> torch.Tensor:

@@ -101,11 +101,6 @@ def is_converted(folder: Path) -> bool:
         return False
 
 
-def temporary_path(destination: Path) -> Path:
-    """Where ``temporary_folder`` works for ``destination``."""
-    return _sibling(destination.resolve(), "tmp")
-
-
 def _sibling(final: Path, what: str) -> Path:
     return final.parent / f".{final.name}.mha2mla-{what}"
 
@@ -164,7 +159,9 @@ def _worked_on(
         _clear(temporary)
     try:
         yield temporary
-        _sync_tree(temporary, work)
+        for path in (*temporary.rglob("*"), temporary):
+            if path != work and work not in path.parents:
+                sync(path)
         check_replaceable(final, overwrite=overwrite)
         if is_folder(work):
             work.rename(done)
@@ -198,12 +195,6 @@ def _named(destination: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DestinationError(f"destination {str(destination)!r} cannot be written: {error}") from error
-
-
-def _sync_tree(folder: Path, work: Path) -> None:
-    for path in (*folder.rglob("*"), folder):
-        if path != work and work not in path.parents:
-            sync(path)
 
 
 @contextmanager

@@ -158,9 +158,12 @@ def joint_key_metric(
     nope, heads, kv_heads = basis.query_nope.shape[1], spec.num_attention_heads, spec.num_key_value_heads
     maps = torch.cat([basis.query_nope, basis.query_rope], 1)
     moment = maps @ query_moment @ maps.mT
-    metric = moment.new_zeros(kv_heads * nope + basis.query_rope.shape[1], kv_heads * nope + basis.query_rope.shape[1])
-    rope = slice(kv_heads * nope, None)
-    turn = _turns(spec, basis, distances.shape[1]).to(moment.device)
+    size, rope = kv_heads * nope + basis.query_rope.shape[1], slice(kv_heads * nope, None)
+    metric = moment.new_zeros(size, size)
+    inv_freq = basis.inv_freq[0].cpu()
+    angle = torch.arange(distances.shape[1], dtype=torch.float64)[:, None] * inv_freq
+    factor = pair_factors(inv_freq, spec.attention_factor**2)  # m², where anything rotates
+    turn = torch.polar(factor.expand_as(angle).contiguous(), angle).to(moment.device)  # [length, d_r / 2] m² exp(iθΔ)
     for head in range(heads):
         kv = head // spec.group_size
         own = slice(kv * nope, (kv + 1) * nope)
@@ -170,14 +173,6 @@ def joint_key_metric(
         metric[rope, own] += mixed.T
         metric[rope, rope] += rotary
     return metric
-
-
-def _turns(spec: SourceSpec, basis: RotaryBasis, length: int) -> torch.Tensor:
-    """[length, d_r / 2] complex: m² exp(iθΔ) of every pair, m only where the frequency is not zero."""
-    inv_freq = basis.inv_freq[0].cpu()
-    factor = pair_factors(inv_freq, spec.attention_factor**2)
-    angle = torch.arange(length, dtype=torch.float64)[:, None] * inv_freq
-    return torch.polar(factor.expand_as(angle).contiguous(), angle)
 
 
 def _turned(

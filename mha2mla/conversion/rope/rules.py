@@ -16,13 +16,7 @@ import torch
 from mha2mla.conversion.calibration.statistics import LayerStatistics
 from mha2mla.conversion.extension import RecipeObject, register
 from mha2mla.conversion.families.spec import AttentionWeights, SourceSpec
-from mha2mla.conversion.rope.basis import (
-    RotaryBasis,
-    SharedComponents,
-    axis_components,
-    per_group_basis,
-    shared_basis,
-)
+from mha2mla.conversion.rope.basis import RotaryBasis, SharedComponents, axis_components, per_group_basis, shared_basis
 from mha2mla.geometry import MLAGeometry
 
 # The query of an un-rotated pair is multiplied by 1 + MEAN_PHASE (g − 1), g its mean turn. g
@@ -203,7 +197,11 @@ def rotary_basis(
     Raises:
         ValueError: the rule's choice has another shape, dtype or number of pairs.
     """
-    phase = _query_phase(spec, statistics if turn_queries else None)
+    phase = torch.ones(spec.num_attention_heads, spec.head_dim // 2, dtype=torch.complex128)
+    if turn_queries and statistics is not None and statistics.mean_phase is not None:
+        phase = phase + MEAN_PHASE * (statistics.mean_phase.cpu() - phase)
+    # cos and sin carry the attention factor on both sides of a score: a pair that loses them loses its square.
+    phase = phase * spec.pair_factors.cpu() ** 2
     problem = RopeProblem(spec, geometry.qk_rope_head_dim // 2, statistics, weights)
     half, kv_heads = spec.head_dim // 2, spec.num_key_value_heads
     if geometry.qk_nope_head_dim == 0:
@@ -330,12 +328,3 @@ def _largest(scores: torch.Tensor, count: int) -> torch.Tensor:
     kept = torch.zeros(scores.numel(), dtype=torch.bool)
     kept[scores.flatten().sort(descending=True, stable=True).indices[:count]] = True
     return kept.view(scores.shape)
-
-
-def _query_phase(spec: SourceSpec, statistics: LayerStatistics | None) -> torch.Tensor:
-    """[H, half] complex: what an un-rotated pair's query is multiplied by. cos and sin carry the attention factor on
-    both sides of a score, so a pair that loses them loses its square."""
-    phase = torch.ones(spec.num_attention_heads, spec.head_dim // 2, dtype=torch.complex128)
-    if statistics is not None and statistics.mean_phase is not None:
-        phase = phase + MEAN_PHASE * (statistics.mean_phase.cpu() - phase)
-    return phase * spec.pair_factors.cpu() ** 2

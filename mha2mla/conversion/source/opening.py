@@ -63,14 +63,8 @@ class OpenedFolder:
             UnsupportedSourceError: a tensor would be lost.
         """
         with damage_named(f"the {self.config.model_type} of {self.folder / CONFIG_FILE} cannot be made"):
-            model = StreamedModel(
-                self.config,
-                self.reader,
-                self.sliding_windows,
-                device=device,
-                dtype=dtype,
-                attn_implementation=REPEATABLE_ATTENTION,
-            )
+            keys = {"device": device, "dtype": dtype, "attn_implementation": REPEATABLE_ATTENTION}
+            model = StreamedModel(self.config, self.reader, self.sliding_windows, **keys)
         model.stored.check(self.reader.headers(), str(self.folder), UnsupportedSourceError)
         return model
 
@@ -84,14 +78,11 @@ class OpenedFolder:
 
     def identity(self) -> tuple[dict[str, FileIdentity], dict[str, FileIdentity]]:
         """Identity of config, weights and the other files that end up in the result; reads them whole."""
-        index = [INDEX_FILE] if self._has(INDEX_FILE) else []
+        index = [INDEX_FILE] if (self.folder / INDEX_FILE).is_file() else []
         return (
             identify(self.folder, [CONFIG_FILE, *self.reader.files()]),
             identify(self.folder, [*index, *self.companions]),
         )
-
-    def _has(self, name: str) -> bool:
-        return (self.folder / name).is_file()
 
     def check_weights(self, *, progress: bool = False) -> None:
         """Reads every tensor once.
@@ -161,12 +152,17 @@ def read_tokenizer(checkpoint: str, name: str) -> Any:
         check_folder(folder)
         companions(folder)
     try:
-        return _without_cache(AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False))
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
     except Exception as error:  # whatever damaged files make of other people's parsers
         config = folder / _TOKENIZER_CONFIG
         own = config.is_file() and "auto_map" in read_json(folder, _TOKENIZER_CONFIG)
         code = f"auto_map in {_TOKENIZER_CONFIG} names code of its own, and custom code is never run"
         raise CheckpointError(f"{name} {checkpoint!r} has no usable tokenizer: {code if own else error}") from error
+    # Words that a tokenizer (tokenizers 0.23) remembers are never freed: megabytes a conversion to save little.
+    resize = getattr(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None), "_resize_cache", None)
+    if resize is not None:
+        resize(0)
+    return tokenizer
 
 
 def check_model_folder(folder: Path) -> None:
@@ -303,14 +299,6 @@ def _check_magnitude(name: str, tensor: torch.Tensor) -> None:
         raise CheckpointError(f"tensor {name} has a value of {largest:.3g}; expected at most {_LARGEST:g} of a weight")
     if largest == 0 and name == "model.embed_tokens.weight":
         raise UnsupportedSourceError(f"tensor {name} is zero everywhere; a model that sees no tokens is none")
-
-
-def _without_cache(tokenizer: Any) -> Any:
-    """The words that a tokenizer (tokenizers 0.23) remembers are never freed: megabytes a conversion to save little."""
-    resize = getattr(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None), "_resize_cache", None)
-    if resize is not None:
-        resize(0)
-    return tokenizer
 
 
 def _check_spec(spec: SourceSpec) -> None:

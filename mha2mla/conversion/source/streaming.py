@@ -112,19 +112,17 @@ class StreamedModel:
     def layer_arguments(self, index: int, hidden: torch.Tensor) -> dict[str, Any]:
         """Arguments of layer ``index``, and of its attention, beside ``hidden`` states of windows
         [windows, length, hidden] that start at position 0."""
-        position = torch.arange(hidden.shape[1], device=self.device)[None]
+        length, window = hidden.shape[1], self.sliding_windows[index]
+        position = torch.arange(length, device=self.device)
+        causal = window is None or window >= length  # by SDPA's own causal path
+        kind = [self._rotary.config.layer_types[index]] if isinstance(self._rotary.rope_type, dict) else []
         return {
-            "attention_mask": self._mask(index, hidden.shape[1]),
-            "position_ids": position,
-            "position_embeddings": self._rotary(hidden, position, *self._rotary_kind(index)),
+            "attention_mask": None if causal else visible(position, position, window)[None, None],
+            "position_ids": position[None],
+            "position_embeddings": self._rotary(hidden, position[None], *kind),
             "past_key_values": None,
             "use_cache": False,
         }
-
-    def _rotary_kind(self, index: int) -> tuple[str, ...]:
-        """Arguments of the source's rotary module beside positions: the layer's type, where it has a table for each."""
-        by_type = isinstance(self._rotary.rope_type, dict)
-        return (self._rotary.config.layer_types[index],) if by_type else ()
 
     def final_norm(self) -> nn.Module:
         """The norm between the last layer and the head."""
@@ -137,13 +135,6 @@ class StreamedModel:
         """
         name = "model.embed_tokens.weight" if self.config.tie_word_embeddings else "lm_head.weight"
         return self.source.rows(name, start, stop).to(self.device, self.dtype)
-
-    def _mask(self, index: int, length: int) -> torch.Tensor | None:
-        window = self.sliding_windows[index]
-        if window is None or window >= length:
-            return None  # SDPA's own causal path
-        position = torch.arange(length, device=self.device)
-        return visible(position, position, window)[None, None]
 
     def _tensor(self, name: str) -> torch.Tensor:
         # A bfloat16 frequency is off by whole turns.
