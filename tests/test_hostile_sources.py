@@ -28,9 +28,6 @@ def rope(**keys):
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **keys}}
 
 
-LLAMA3 = {**tiny.LLAMA3}
-YARN = {**tiny.YARN}
-
 # (config keys, what the message must name); a key with the value ... is removed.
 CONFIGS = [
     *((f"{field}={value!r:.20}", {field: value}, field) for field, values in {
@@ -64,13 +61,13 @@ CONFIGS = [
         "rope_type": (3, ["yarn"]),
         "partial_rotary_factor": (NAN, 0, -1, "0.5", 2),
     }.items() for value in values),
-    *((f"llama3 {key}={value!r:.20}", {"rope_parameters": {**LLAMA3, key: value}}, key) for key, values in {
+    *((f"llama3 {key}={value!r:.20}", {"rope_parameters": {**tiny.LLAMA3, key: value}}, key) for key, values in {
         "factor": (0, NAN, "8", None, -1),
         "low_freq_factor": (0, NAN, "1", 4.0, None),
         "high_freq_factor": (INF, [], None),
         "original_max_position_embeddings": (0, -1, "64", 1.5),
     }.items() for value in values),
-    *((f"yarn {key}={value!r:.20}", {"rope_parameters": {**YARN, key: value}}, key) for key, values in {
+    *((f"yarn {key}={value!r:.20}", {"rope_parameters": {**tiny.YARN, key: value}}, key) for key, values in {
         "factor": (None, NAN, 0, "4"),
         "beta_fast": (NAN, 0, "32"),
         "beta_slow": (NAN, 64, "1"),
@@ -157,6 +154,8 @@ FAMILIES = [
     ("gemma3", {"query_pre_attn_scalar": "24"}, "query_pre_attn_scalar"),
     ("gemma3", {"hidden_activation": "gelu_nope"}, "hidden_activation"),
     ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": NAN},
                                     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
      "rope_parameters.full_attention.rope_theta"),

@@ -24,10 +24,7 @@ from tests.conversion.tiny import SHORT
 from tests.few import few
 
 LAYERS = 6
-RECIPES = {
-    "gradient steps": {"fit.steps": 12, "fit.tokens": 128},
-    "statistics of the source": {},
-}
+RECIPES = {"gradient steps": {"fit.steps": 12, "fit.tokens": 128}, "statistics of the source": {}}
 
 # Forks a process per destination that it is told, since importing takes longer than converting; an empty line asks for
 # the status of the last one, which until then keeps its process id.
@@ -404,11 +401,6 @@ def test_a_running_conversion_cannot_be_joined(source, tmp_path):
         converter.close()
 
 
-def test_a_bad_choice_is_named(source, tmp_path):
-    with pytest.raises(ValueError, match="resume is 'maybe'; expected one of 'auto', 'never'"):
-        convert(source, tmp_path / "out", resume="maybe")
-
-
 # In a mount namespace of its own: file systems of so many kB, what a conversion to each of them came to, and then, when
 # there is room, how many layers it had kept.
 FULL_DISKS = """
@@ -467,12 +459,3 @@ def test_a_full_disk_is_named_and_costs_no_finished_layer(source, tmp_path):
     # The activations, a layer, a shard: each was the one that did not fit.
     for part in ("/activations", "work/.layer-", "shard-"):
         assert any(part in error for error, _, _ in outcomes.values()), outcomes
-
-
-def test_a_read_only_destination_is_refused_before_work(source, tmp_path):
-    place = tmp_path / "locked"
-    place.mkdir(mode=0o500)
-    if os.access(place, os.W_OK):  # root: a file system that is mounted read-only
-        place = Path("/proc/mha2mla-cannot-exist")
-    with pytest.raises(DestinationError, match="cannot be written"):
-        convert(source, place / "out")

@@ -94,10 +94,7 @@ def test_the_mean_that_a_latent_loses_of_rotary_keys_is_in_their_bias():
     """Inputs that are their mean alone: rotary keys are right then, whatever the rank."""
     layer = Layer("qwen2")
     recipe = Recipe(layout="latent", qk_rope_head_dim=16, kv_lora_rank=12, fit_queries=False)
-    tensors, basis = (
-        layer.converted(recipe),
-        basis_of(layer, recipe),
-    )
+    tensors, basis = (layer.converted(recipe), basis_of(layer, recipe))
     mean = layer.statistics.mean
     expected = basis.key_rope[0] @ (layer.weights.k_weight @ mean + layer.weights.k_bias)
     latent = tensors["kv_a_proj.weight"] @ mean
@@ -195,12 +192,7 @@ def test_the_error_falls_with_the_rank(case, low_rank):
     def error(rank):
         rope = layer.spec.head_dim - 2
         recipe = Recipe(latent_rule=low_rank, rope_selection="rotation", qk_rope_head_dim=rope, kv_lora_rank=rank)
-        problem = latent_problem(
-            layer.spec,
-            layer.weights,
-            basis_of(layer, recipe),
-            layer.statistics,
-        )
+        problem = latent_problem(layer.spec, layer.weights, basis_of(layer, recipe), layer.statistics)
         factors = factorise(LowRankRule.find(low_rank), problem, rank, centered=True)
         approximate = factors.value_decoder @ factors.encoder
         return relative(layer.output(recipe), expected), relative(approximate, problem.value)

@@ -40,12 +40,7 @@ def Recipe(preset: str = "minimal", **keys) -> recipes.Recipe:
 
 
 # Drawn from a text that is cut into tokens in no time: the default one takes longer than all else of a conversion.
-SHORT = {
-    "preset": "minimal",
-    "calibration.text": "builtin:prose",
-    "calibration.tokens": 512,
-    "calibration.lengths": 64,
-}
+SHORT = {"preset": "minimal", "calibration.text": "builtin:prose", "calibration.tokens": 512, "calibration.lengths": 64}
 
 
 FULL = {"cache_ratio": 1.0, **SHORT}
@@ -153,10 +148,7 @@ CASES = {
     "qwen3-moe-sliding": ("qwen3_moe", {**QWEN3_EXPERTS, "use_sliding_window": True, "sliding_window": 9}),
     "phi3": ("phi3", HEADS),
     "phi3-mha-sliding": ("phi3", {**HEADS, "num_key_value_heads": 4, "sliding_window": 9}),
-    "phi3-longrope": (
-        "phi3",
-        {**HEADS, "rope_parameters": PHI3_LONGROPE, "original_max_position_embeddings": 64},
-    ),
+    "phi3-longrope": ("phi3", {**HEADS, "rope_parameters": PHI3_LONGROPE, "original_max_position_embeddings": 64}),
     "phi3-partial": (
         "phi3",
         {**HEADS, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},

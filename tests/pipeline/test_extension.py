@@ -77,10 +77,7 @@ def test_objects_are_recorded_by_path_and_fields():
     [
         ({"rope": SvdJoint()}, "recipe stage 'rope' is SvdJoint(); expected a mapping of its keys"),
         ({"rope.selection": SvdJoint()}, "rope.selection is SvdJoint(); expected one of 'high'"),
-        (
-            {"rope.selection": {"class": "os:system"}},
-            "rope.selection is of class 'os:system'; expected one that is",
-        ),
+        ({"rope.selection": {"class": "os:system"}}, "rope.selection is of class 'os:system'; expected one that is"),
         ({"rope.selection": {"class": "nowhere:Rule"}}, "rope.selection is of class 'nowhere:Rule'"),
         ({"rope.selection": {**PATH, "centre": 5, "width": 1}}, "expected the fields of its class"),
         ({"low_rank": "svd-joint"}, "recipe key 'low_rank' is unknown"),

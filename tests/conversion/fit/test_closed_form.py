@@ -8,13 +8,7 @@ import torch
 from mha2mla.conversion.calibration.statistics import AttentionSample, StatisticsCollector
 from mha2mla.conversion.fit import closed_form
 from mha2mla.conversion.latent.rules import LowRankRule, factorise
-from mha2mla.conversion.layer import (
-    finish_layer,
-    latent_problem,
-    prepare_layer,
-    rotary_keys,
-    un_rotated_keys,
-)
+from mha2mla.conversion.layer import finish_layer, latent_problem, prepare_layer, rotary_keys, un_rotated_keys
 from mha2mla.conversion.target import LAYOUTS
 from tests.conversion import tiny
 from tests.conversion.one_layer import Layer, basis_of
@@ -47,12 +41,10 @@ def maps_of(layer: Layer, layout: str):
     """Basis and keys of a recipe; where rotary ones come from a latent, such as it gives them back."""
     rank = 20 if layout == "latent" else 40
     basis, keys = basis_and_keys(layer, layout=layout, kv_lora_rank=rank)
+    given = None if layout == "latent" else basis
+    windows = closed_form.score_windows(layer.spec, layer.weights, layer.statistics.sample, given)
     if layout != "latent":
-        return (
-            basis,
-            closed_form.KeyMaps(keys),
-            closed_form.score_windows(layer.spec, layer.weights, layer.statistics.sample, basis),
-        )
+        return basis, closed_form.KeyMaps(keys), windows
     problem = latent_problem(layer.spec, layer.weights, basis, layer.statistics, has_rope_cache=False)
     factors = factorise(LowRankRule.find("whitened-joint"), problem, rank, centered=True)
     maps = closed_form.KeyMaps(
@@ -62,7 +54,16 @@ def maps_of(layer: Layer, layout: str):
         basis.inv_freq,
         layer.spec.attention_factor,
     )
-    return basis, maps, closed_form.score_windows(layer.spec, layer.weights, layer.statistics.sample, None)
+    return basis, maps, windows
+
+
+def score_losses(layer: Layer, windows, maps, queries) -> torch.Tensor:
+    """[H], squared errors of scores under the source's attention."""
+    scale, error = layer.spec.softmax_scale, 0
+    for window in windows:
+        left = window.target - window.scores(queries, window.asked(maps)) * scale
+        error = error + (window.weight * left.square()).sum((1, 2))
+    return error
 
 
 @pytest.mark.parametrize("layout", ["per-group", "latent"])
@@ -102,13 +103,7 @@ def test_a_refit_of_queries_never_raises_what_it_minimises(case, layout):
     basis, maps, windows = maps_of(layer, layout)
     start = closed_form.fitted_queries(basis, maps)
     found = closed_form.refit_queries(layer.spec, windows, start, maps)
-    before, after = (
-        sum(
-            (w.weight * (w.target - w.scores(queries, w.asked(maps)) * layer.spec.softmax_scale).square()).sum((1, 2))
-            for w in windows
-        )
-        for queries in (start, found)
-    )
+    before, after = (score_losses(layer, windows, maps, queries) for queries in (start, found))
     assert (after <= before).all() and after.sum() < before.sum()
 
 
@@ -189,13 +184,7 @@ def test_biases_of_hundreds_are_fitted_as_in_float64(std, dtype):
     found = closed_form.refit_queries(layer.spec, windows, start, maps)
     assert torch.isfinite(found).all()
     exact = [dataclasses.replace(w, **{k: v.double() for k, v in vars(w).items() if k != "share"}) for w in windows]
-    before, after = (
-        sum(
-            (w.weight * (w.target - w.scores(q, w.asked(maps)) * layer.spec.softmax_scale).square()).sum((1, 2))
-            for w in exact
-        )
-        for q in (start, found)
-    )
+    before, after = (score_losses(layer, exact, maps, queries) for queries in (start, found))
     assert (after <= before * (1 + 1e-3) + 1e-6).all() and after.sum() < before.sum()
 
 

@@ -51,10 +51,7 @@ def test_the_backward_pass_is_sdpas_and_leaves_the_settings():
         tensor.detach().repeat_interleave(6 // tensor.shape[1], 1).requires_grad_() for tensor in tensors()
     )
     options = {"attn_mask": None, "is_causal": True, "scale": 0.2}
-    outs = [
-        _Attention.apply(query, key, value, options),
-        F.scaled_dot_product_attention(query, key, value, **options),
-    ]
+    outs = [_Attention.apply(query, key, value, options), F.scaled_dot_product_attention(query, key, value, **options)]
     weights = torch.randn_like(outs[0])
     mine, theirs = (torch.autograd.grad((out * weights).sum(), (query, key, value)) for out in outs)
     assert torch.equal(outs[0], outs[1])

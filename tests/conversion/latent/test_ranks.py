@@ -29,10 +29,7 @@ def source(tmp_path_factory):
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.tuples(st.floats(1e-4, 1.0), st.floats(1e-3, 0.1)), min_size=1, max_size=4),
-    st.integers(0, 12),
-)
+@given(st.lists(st.tuples(st.floats(1e-4, 1.0), st.floats(1e-3, 0.1)), min_size=1, max_size=4), st.integers(0, 12))
 def test_the_hand_out_is_the_best_there_is(curves, extra):
     step, least, most = 8, 16, 64
     losses = [{rank: scale * math.exp(-rate * rank) for rank in (16, 32, 64)} for scale, rate in curves]

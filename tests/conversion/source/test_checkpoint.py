@@ -83,61 +83,38 @@ def shard_that_is_a_pipe(folder):
     os.mkfifo(folder / "two.safetensors")
 
 
-def index_of_lists(folder):
-    write_index(folder, {"a": ["one.safetensors"]})
-
-
-def missing_shard(folder):
-    (folder / "two.safetensors").unlink()
-
-
-def truncated_shard(folder):
-    path = folder / "one.safetensors"
-    path.write_bytes(path.read_bytes()[:-4])
-
-
-def empty_shard(folder):
-    (folder / "one.safetensors").write_bytes(b"")
-
-
-def index_naming_an_absent_tensor(folder):
-    write_index(folder, {"a": "one.safetensors", "d": "two.safetensors"})
-
-
-def index_that_is_not_json(folder):
-    (folder / "model.safetensors.index.json").write_text("{")
-
-
-def index_without_a_map(folder):
-    (folder / "model.safetensors.index.json").write_text("{}")
+def remove_all(folder):
+    for path in folder.iterdir():
+        path.unlink()
 
 
 def only_pickles(folder):
-    for path in folder.iterdir():
-        path.unlink()
+    remove_all(folder)
     (folder / "pytorch_model.bin").write_bytes(b"")
 
 
-def nothing(folder):
-    for path in folder.iterdir():
-        path.unlink()
+def rewrite(name, change):
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
 
 
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
-        (missing_shard, "two.safetensors is missing"),
-        (truncated_shard, "one.safetensors is truncated or damaged"),
-        (empty_shard, "one.safetensors is truncated or damaged"),
-        (index_naming_an_absent_tensor, "says that d is in two.safetensors, which does not hold it"),
-        (index_that_is_not_json, "is not JSON"),
-        (index_without_a_map, "is not a safetensors index"),
-        (index_of_lists, "is not a safetensors index: a is in"),
+        (lambda folder: (folder / "two.safetensors").unlink(), "two.safetensors is missing"),
+        (rewrite("one.safetensors", lambda content: content[:-4]), "one.safetensors is truncated or damaged"),
+        (rewrite("one.safetensors", lambda content: b""), "one.safetensors is truncated or damaged"),
+        (
+            lambda folder: write_index(folder, {"a": "one.safetensors", "d": "two.safetensors"}),
+            "says that d is in two.safetensors, which does not hold it",
+        ),
+        (rewrite("model.safetensors.index.json", lambda content: b"{"), "is not JSON"),
+        (rewrite("model.safetensors.index.json", lambda content: b"{}"), "is not a safetensors index"),
+        (lambda folder: write_index(folder, {"a": ["one.safetensors"]}), "is not a safetensors index: a is in"),
         (index_leading_out, "outside.safetensors' leads out of"),
         (shard_that_is_a_link_out, "two.safetensors is a link to .* leads out of"),
         (shard_that_is_a_pipe, "two.safetensors is no regular file"),
         (only_pickles, "pytorch_model.bin is not read"),
-        (nothing, "has neither"),
+        (remove_all, "has neither"),
     ],
 )
 def test_damage_is_named_before_any_tensor_is_read(tmp_path, damage, named):
