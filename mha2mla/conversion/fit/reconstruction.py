@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -94,11 +94,17 @@ def reconstruct(
     Raises:
         ReconstructionError: the start gives NaN or infinity.
     """
-    with torch.inference_mode(False), torch.enable_grad(), tf32_on_cuda(problem.device), warnings.catch_warnings():
+    with torch.inference_mode(False), torch.enable_grad(), _numerics(problem.device):
+        return _Fit(problem, tensors, fit, seed, layer).run()
+
+
+@contextmanager
+def _numerics(device: torch.device) -> Iterator[None]:
+    """Deterministic kernels, and on CUDA TF32; puts back what was set before."""
+    with deterministic(warn_only=True), tf32_on_cuda(device), warnings.catch_warnings():
         # cuBLAS differs from run to run only with several streams and without a workspace setting; here is one.
         warnings.filterwarnings("ignore", message=".*deterministic.*")
-        with deterministic(warn_only=True):
-            return _Fit(problem, tensors, fit, seed, layer).run()
+        yield
 
 
 class _Fit:
@@ -114,10 +120,13 @@ class _Fit:
         chosen = [tensors[name].detach().to(device, torch.float32) for name in self.names]
         self.vector = torch.cat([tensor.flatten() for tensor in chosen])
         self.rates = torch.cat([_rate(name, tensors).expand(tensors[name].numel()) for name in self.names]).to(device)
+        ends = torch.tensor([tensor.numel() for tensor in chosen]).cumsum(0).tolist()
         self.sizes = [tensor.numel() for tensor in chosen]
+        slices = zip(chosen, [0, *ends[:-1]], ends, strict=True)
         # Leaves that share the vector's memory: a step in it is seen by the next forward pass.
-        slices = zip(self.vector.split(self.sizes), chosen, strict=True)
-        self.leaves = [part.view(tensor.shape).detach().requires_grad_() for part, tensor in slices]
+        self.leaves = [
+            self.vector[begin:end].view(tensor.shape).detach().requires_grad_() for tensor, begin, end in slices
+        ]
         self.constants = {
             name: tensor.detach().to(device, torch.float32 if name == "inv_freq" else problem.inputs.dtype)
             for name, tensor in tensors.items()
@@ -157,8 +166,7 @@ class _Fit:
         best, kept = before, None
         for index in range(steps):
             length, blocks = order[index]
-            for buffer, values in zip(self.buffers[length], self._windows(length, blocks), strict=True):
-                buffer.copy_(values)
+            self._fill(length, blocks)
             self.rate.fill_(_schedule(index, steps) * _LEARNING_RATE)
             step_of[length]()
             if index + 1 in checks:
@@ -240,6 +248,11 @@ class _Fit:
             store.gather(blocks, self.problem.device, length) for store in (self.problem.inputs, self.problem.targets)
         )
         return inputs, targets, self.weights[blocks].view(-1, length)
+
+    def _fill(self, length: int, blocks: torch.Tensor) -> None:
+        """Puts a batch where the steps of its length look for it."""
+        for buffer, values in zip(self.buffers[length], self._windows(length, blocks), strict=True):
+            buffer.copy_(values)
 
     def _step(self, length: int) -> None:
         gradients = torch.autograd.grad(self._loss(*self.buffers[length]) * self.scale, self.leaves)
