@@ -5,6 +5,7 @@ from typing import get_args
 
 import pytest
 import yaml
+from rich.console import Console
 
 from mha2mla.cli import app
 from mha2mla.conversion.latent.rules import LowRankRule
@@ -22,6 +23,14 @@ def parsed_recipe(*flags: str) -> dict:
     return load_recipe(given.get("recipe"), given.get("keys", RecipeFlags()))
 
 
+@pytest.fixture
+def wide():
+    """Help in 400 columns: an app keeps its first console, and with it the width of that moment."""
+    app.console = Console(width=400)
+    yield
+    app.console = None
+
+
 def test_help_names_every_verb(capsys):
     assert run("--help") == 0
     text = capsys.readouterr().out
@@ -29,8 +38,7 @@ def test_help_names_every_verb(capsys):
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=" ".join)
-def test_every_option_is_explained(verb, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "400")
+def test_every_option_is_explained(verb, capsys, wide):
     assert run(*verb, "--help") == 0
     out = capsys.readouterr().out
     arguments = [
@@ -58,8 +66,7 @@ ALLOWED = {
 }
 
 
-def test_help_of_convert_lists_allowed_values(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "400")
+def test_help_of_convert_lists_allowed_values(capsys, wide):
     assert run("convert", "--help") == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     for flag, values in ALLOWED.items():
