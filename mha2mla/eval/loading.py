@@ -36,7 +36,10 @@ def ungrouped_sdpa(
 
     PyTorch runs float32 of grouped heads (``enable_gqa``) on CUDA by its math backend, which holds several
     [B, H, L, L] tensors: 14 heads at 16,384 tokens took 121 GiB. Its memory-efficient backend takes ungrouped heads.
+    A single new token keeps grouped heads: its scores are one row, and repeating would copy the KV cache in every step.
     """
+    if query.shape[2] == 1:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, is_causal=is_causal, **kwargs)
     groups = query.shape[1] // key.shape[1]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     ungrouped = torch.nn.Module()  # has no num_key_value_groups

@@ -165,6 +165,19 @@ def test_ungrouped_sdpa_equals_transformers(tiny_source, padded):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
+def test_ungrouped_sdpa_decodes_over_grouped_keys(tiny_source):
+    model = load_model(tiny_source, "source", device="cpu", dtype=torch.float64)
+    ids = torch.randint(5, 200, (2, 9), generator=torch.Generator().manual_seed(0))
+    expected = model(ids).logits[:, -1]
+    model.set_attn_implementation(UNGROUPED_SDPA)
+    cache = model(ids[:, :-1], use_cache=True).past_key_values
+    with SdpaCalls() as sdpa:
+        found = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
+    assert sdpa.calls
+    assert all(keys == model.config.num_key_value_heads or grouped for _, keys, grouped in sdpa.calls)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
 @pytest.mark.gpu
 def test_float32_source_holds_no_square_of_its_length(tiny_source):
     model = load_model(tiny_source, "source", device="cuda", dtype=torch.float32)
