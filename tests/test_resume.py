@@ -440,7 +440,7 @@ def test_a_full_disk_is_named_and_costs_no_finished_layer(source, tmp_path):
     """Real file systems, from one that does not hold the first activations to one that holds everything."""
     if not may_mount(tmp_path):
         pytest.skip("no user namespaces on this machine, so no small file system to fill")
-    sizes = [64, 256, 384, 640, 8192]
+    sizes = [160, 320, 448, 704, 8192]
     done = subprocess.run(
         ["unshare", "-rm", sys.executable, "-c", FULL_DISKS, str(source), str(tmp_path), json.dumps(SHORT)]
         + [str(size) for size in sizes],

@@ -140,6 +140,7 @@ def _run(plan: Plan, started: float, seconds: dict[str, float]) -> ConversionRep
                 prepared = prepare(plan, work, folder, files)
                 config, device = prepared.config(), plan.model.device
                 serving = serving_on_cuda(config, arguments.written_dtype(opened), device)
+                write_config(arguments, opened, config, folder)
             layers = FinishedLayers(work, layer_inputs(prepared))
             resumed = len(layers)
             with _timed(seconds, "convert"), _overflow_named():
@@ -148,7 +149,6 @@ def _run(plan: Plan, started: float, seconds: dict[str, float]) -> ConversionRep
                 names = (opened.adapter.attention_names(plan.spec, layer) for layer in range(plan.spec.num_layers))
                 replaced = {name for layer in names for name in layer.values()}
                 written = write_weights(arguments, plan.model, folder, layers.__getitem__, replaced)
-                write_config(arguments, opened, config, folder)
             with _timed(seconds, "verify"):
                 check_unchanged(opened.folder, files)
                 exact = (

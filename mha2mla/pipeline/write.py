@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mha2mla.checkpoints import CheckpointError, read_json
 from mha2mla.conversion.result.writer import ShardedWriter
 from mha2mla.conversion.resume import FinishedLayers
 from mha2mla.conversion.source.files import copy_files
-from mha2mla.conversion.source.opening import OpenedFolder
+from mha2mla.conversion.source.opening import TOKENIZER_CONFIG, OpenedFolder, read_tokenizer
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.pipeline.check import Arguments
 from mha2mla.pipeline.prepare import Prepared
@@ -20,6 +22,9 @@ from mha2mla.terminal import progress_bar
 
 if TYPE_CHECKING:
     from mha2mla.modeling.config import MHA2MLAConfig
+
+# Words, digits, contractions, code and scripts: classes of tokenizers differ in how they split these.
+_SAMPLE = "It's 1234 or 5.6e7;\n\n    if x_1 >= 2:\treturn 'naïve café'  # don't\r\n日本語 Привет 🙂 www.A-B.com "
 
 
 def convert_layers(prepared: Prepared, layers: FinishedLayers) -> None:
@@ -81,7 +86,11 @@ def write_weights(
 
 
 def write_config(arguments: Arguments, opened: OpenedFolder, config: MHA2MLAConfig, folder: Path) -> None:
-    """config.json, and everything that the source carries beside its weights."""
+    """config.json, and everything that the source carries beside its weights.
+
+    Raises:
+        CheckpointError: the written tokenizer would not be the source's.
+    """
     from mha2mla.modeling import MHA2MLAForCausalLM
 
     copy_files(opened.folder, opened.companions, folder)
@@ -90,3 +99,26 @@ def write_config(arguments: Arguments, opened: OpenedFolder, config: MHA2MLAConf
     config.dtype = arguments.written_dtype(opened)
     config.architectures = [MHA2MLAForCausalLM.__name__]
     config.save_pretrained(folder)
+    try:
+        tokenizer = opened.tokenizer()
+    except CheckpointError:  # none: the texts were windows of tokens
+        return
+    if not _same(tokenizer, folder):  # AutoTokenizer chose its class by the source's model_type
+        named = {"tokenizer_class": type(tokenizer).__name__}
+        values = read_json(folder, TOKENIZER_CONFIG) if TOKENIZER_CONFIG in opened.companions else {}
+        (folder / TOKENIZER_CONFIG).write_text(json.dumps({**values, **named}, indent=2) + "\n", encoding="utf-8")
+        if not _same(tokenizer, folder):
+            raise CheckpointError(
+                f"tokenizer_class of {opened.folder / TOKENIZER_CONFIG} is {values.get('tokenizer_class')!r}, and under"
+                f" model_type {opened.config.model_type!r} AutoTokenizer makes a {type(tokenizer).__name__}; expected"
+                " a tokenizer that cuts text the same way under model_type 'mha2mla'"
+            )
+
+
+def _same(tokenizer: Any, folder: Path) -> bool:
+    """True if the tokenizer written to ``folder`` has the class of ``tokenizer`` and cuts text as it does."""
+    try:
+        written = read_tokenizer(str(folder), "destination")
+    except CheckpointError:
+        return False
+    return type(written) is type(tokenizer) and written(_SAMPLE).input_ids == tokenizer(_SAMPLE).input_ids

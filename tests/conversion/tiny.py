@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -185,14 +186,13 @@ FAMILIES += ("phi3-partial-longrope", "glm", "glm4-no-biases")
 FAMILIES += ("mixtral", "qwen2-moe-sliding", "qwen3-moe", "olmoe")
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes as tokens, behind a start token that it adds itself."""
+def tokenizer(merges: Sequence[tuple[str, str]] = ()) -> PreTrainedTokenizerFast:
+    """Bytes and ``merges`` (from 258) as tokens, behind a start token that it adds itself."""
     from tokenizers.processors import TemplateProcessing
 
-    vocabulary = {
-        token: index for index, token in enumerate(["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])
-    }
-    bytes_only = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokens = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    bytes_only = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
     bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bytes_only.decoder = decoders.ByteLevel()
     bytes_only.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])

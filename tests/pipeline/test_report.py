@@ -39,6 +39,21 @@ def test_the_folder_is_a_whole_checkpoint(tmp_path):
     assert not [path.name for path in out.iterdir() if path.name.startswith(("shard-", "activations-"))]
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_tokenizer_keeps_the_class_of_the_source(named, tmp_path):
+    """Qwen2Tokenizer splits "12" into digits; the class that tokenizer_config.json names does not."""
+    source = tiny.checkpoint(tmp_path / "source", "qwen2")
+    tiny.tokenizer(merges=[("1", "2")]).save_pretrained(source)
+    if not named:
+        (source / "tokenizer_config.json").unlink()
+    expected = tiny.loaded_tokenizer(source)
+    assert type(expected).__name__ == "Qwen2Tokenizer" and 258 not in expected("12").input_ids
+    convert(source, tmp_path / "out")
+    made = tiny.loaded_tokenizer(tmp_path / "out")
+    assert type(made) is type(expected) and made("it's 12").input_ids == expected("it's 12").input_ids
+    assert made.init_kwargs.get("bos_token") == expected.init_kwargs.get("bos_token")
+
+
 def test_the_record_is_machine_readable(source, tmp_path):
     report = convert(source, tmp_path / "out")
     record = json.loads((tmp_path / "out" / "conversion.json").read_text())

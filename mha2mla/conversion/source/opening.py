@@ -26,7 +26,7 @@ from mha2mla.stored_tensors import FREQUENCIES, StoredParameters, check_frequenc
 from mha2mla.terminal import progress_bar
 
 _ADAPTER_FILE = "adapter_config.json"
-_TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 _GENERATION_CONFIG = "generation_config.json"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _LARGEST = 1e15  # sums of squares of larger ones overflow float32
@@ -154,9 +154,9 @@ def read_tokenizer(checkpoint: str, name: str) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
     except Exception as error:  # whatever damaged files make of other people's parsers
-        config = folder / _TOKENIZER_CONFIG
-        own = config.is_file() and "auto_map" in read_json(folder, _TOKENIZER_CONFIG)
-        code = f"auto_map in {_TOKENIZER_CONFIG} names code of its own, and custom code is never run"
+        config = folder / TOKENIZER_CONFIG
+        own = config.is_file() and "auto_map" in read_json(folder, TOKENIZER_CONFIG)
+        code = f"auto_map in {TOKENIZER_CONFIG} names code of its own, and custom code is never run"
         raise CheckpointError(f"{name} {checkpoint!r} has no usable tokenizer: {code if own else error}") from error
     # Words that a tokenizer (tokenizers 0.23) remembers are never freed: megabytes a conversion to save little.
     resize = getattr(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None), "_resize_cache", None)
