@@ -12,12 +12,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mha2mla.conversion.calibration.activations import SPILL_BYTES, ActivationStore
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.families.spec import visible
-from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION
+from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION, UNGROUPED_SDPA, ungrouped_sdpa
 from mha2mla.conversion.source.streaming import BATCH_TOKENS, StreamedModel
 from mha2mla.predictions import QUALITY_METRICS, LogitsOf, Metric, Predictions, compare_predictions, join_windows
 from mha2mla.terminal import progress_bar
@@ -194,7 +193,7 @@ def _attention_of(layer: nn.Module) -> Iterator[dict[str, Any]]:
         attention.register_forward_pre_hook(before, with_kwargs=True),
         attention.register_forward_hook(after, with_kwargs=True),
     ]
-    if usual in ("sdpa", REPEATABLE_ATTENTION):
+    if usual in (UNGROUPED_SDPA, REPEATABLE_ATTENTION):
         attention.config._attn_implementation = _OBSERVED
     try:
         yield observed
@@ -207,10 +206,10 @@ def _attention_of(layer: nn.Module) -> Iterator[dict[str, Any]]:
 def _observed_attention(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, *others: torch.Tensor | None, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
-    """transformers' SDPA, which first shows its query, key and scaling to whoever asked."""
+    """SDPA that first puts its query, key and scaling into the observer."""
     observed = kwargs.pop(_OBSERVER)
     observed |= {"query": query, "key": key, "scaling": kwargs["scaling"]}
-    return sdpa_attention_forward(module, query, key, *others, **kwargs)
+    return ungrouped_sdpa(module, query, key, *others, **kwargs)
 
 
 AttentionInterface.register(_OBSERVED, _observed_attention)

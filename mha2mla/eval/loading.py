@@ -7,48 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from mha2mla.checkpoints import CheckpointError, damage_named, find_checkpoint
+from mha2mla.conversion.fit.repeatable import UNGROUPED_SDPA
 from mha2mla.conversion.source.opening import check_model_folder, read_tokenizer
 from mha2mla.environment import compute_device
 from mha2mla.stored_tensors import check_finite
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-
-UNGROUPED_SDPA = "mha2mla_ungrouped_sdpa"  # for ``config._attn_implementation``
-
-
-def ungrouped_sdpa(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    is_causal: bool | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' SDPA attention (same arguments and result) over one key and value head per query head.
-
-    PyTorch runs float32 of grouped heads (``enable_gqa``) on CUDA by its math backend, which holds several
-    [B, H, L, L] tensors: 14 heads at 16,384 tokens took 121 GiB. Its memory-efficient backend takes ungrouped heads.
-    A single new token keeps grouped heads: its scores are one row, and repeating would copy the KV cache in every step.
-    """
-    if query.shape[2] == 1:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, is_causal=is_causal, **kwargs)
-    groups = query.shape[1] // key.shape[1]
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    ungrouped = torch.nn.Module()  # has no num_key_value_groups
-    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    return sdpa_attention_forward(ungrouped, query, key, value, attention_mask, is_causal=causal, **kwargs)
-
-
-AttentionInterface.register(UNGROUPED_SDPA, ungrouped_sdpa)
-AttentionMaskInterface.register(UNGROUPED_SDPA, sdpa_mask)
 
 
 def load(

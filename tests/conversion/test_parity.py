@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import mha2mla
 from mha2mla.conversion import parity
+from mha2mla.conversion.source.opening import open_converted, open_source
+from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.conversion.target import LAYOUTS
 from mha2mla.modeling.modeling_mha2mla import apply_rope, rotary_cos_sin
 from tests.conversion import tiny
@@ -130,3 +132,15 @@ def test_slices_and_blocks_do_not_change_the_numbers(tmp_path, monkeypatch):
     assert parts == pytest.approx(whole, rel=1e-5)
     for one, two in layers:
         assert two == pytest.approx(one, rel=1e-5)
+
+
+def test_comparison_attends_over_ungrouped_heads(tmp_path):
+    """PyTorch's math backend, which serves grouped float32 heads on CUDA, holds squares of the length."""
+    source, out = tiny.checkpoint(tmp_path / "source"), tmp_path / "out"
+    tiny.convert(source, out, tiny.Recipe(layout="per-group", **SHORT))
+    cpu, dtype = torch.device("cpu"), torch.float32
+    model, reader = open_source(source).model(cpu, dtype), open_converted(out).reader
+    converted = StreamedModel(AutoConfig.from_pretrained(out), reader, (None, None), device=cpu, dtype=dtype)
+    with tiny.SdpaCalls() as sdpa:
+        parity.compare(model, converted, tiny.some_tokens(), folder=tmp_path, progress=False)
+    assert len(sdpa.calls) == 3 * 2 and set(sdpa.calls) == {(4, 4, False)}

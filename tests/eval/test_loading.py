@@ -7,12 +7,13 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.overrides import TorchFunctionMode
 
 import mha2mla
 from mha2mla.checkpoints import LONGEST_MESSAGE, CheckpointError, shorten
 from mha2mla.cli import main
-from mha2mla.eval.loading import UNGROUPED_SDPA, load_model, load_tokenizer
+from mha2mla.conversion.fit.repeatable import UNGROUPED_SDPA
+from mha2mla.eval.loading import load_model, load_tokenizer
+from tests.conversion.tiny import SdpaCalls
 
 NORM = "model.norm.weight"
 
@@ -134,19 +135,6 @@ def test_messages_are_short(folder, capsys):
     assert "File name too long" in message and len(message) < LONGEST_MESSAGE + 60
     assert shorten("a  b\nc") == "a b c"
     assert len(shorten("y" * 1_000)) == LONGEST_MESSAGE and shorten("y" * LONGEST_MESSAGE) == "y" * LONGEST_MESSAGE
-
-
-class SdpaCalls(TorchFunctionMode):
-    """Heads of query and key of each call of PyTorch's SDPA, and whether they are grouped."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is torch.nn.functional.scaled_dot_product_attention:
-            self.calls.append((args[0].shape[1], args[1].shape[1], kwargs.get("enable_gqa", False)))
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["causal", "left padded"])

@@ -1,4 +1,4 @@
-"""Attention whose gradients on CUDA are the same bits every time, for what conversion differentiates through."""
+"""Attention functions for transformers: gradients that repeat, float32 without squares of the length."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from transformers.masking_utils import sdpa_mask
 from mha2mla.modeling.window_attention import explain_window_attention, window_attention
 
 REPEATABLE_ATTENTION = "mha2mla_repeatable"  # for ``config._attn_implementation``
+UNGROUPED_SDPA = "mha2mla_ungrouped_sdpa"
 
 
 @contextmanager
@@ -133,5 +134,30 @@ def deterministic_sdpa(
     return _Attention.apply(query, key, padded, options)[..., :width].transpose(1, 2).contiguous()
 
 
-AttentionInterface.register(REPEATABLE_ATTENTION, repeatable_attention)
-AttentionMaskInterface.register(REPEATABLE_ATTENTION, sdpa_mask)
+def ungrouped_sdpa(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' SDPA attention (same arguments and result) over one key and value head per query head.
+
+    PyTorch runs float32 of grouped heads (``enable_gqa``) on CUDA by its math backend, which holds several
+    [B, H, L, L] tensors: 14 heads at 16,384 tokens took 121 GiB. Its memory-efficient backend takes ungrouped heads.
+    A single new token keeps grouped heads: its scores are one row, and repeating would copy the KV cache in every step.
+    """
+    if query.shape[2] == 1:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, is_causal=is_causal, **kwargs)
+    groups = query.shape[1] // key.shape[1]
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    ungrouped = torch.nn.Module()  # has no num_key_value_groups
+    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    return sdpa_attention_forward(ungrouped, query, key, value, attention_mask, is_causal=causal, **kwargs)
+
+
+for _name, _function in ((REPEATABLE_ATTENTION, repeatable_attention), (UNGROUPED_SDPA, ungrouped_sdpa)):
+    AttentionInterface.register(_name, _function)
+    AttentionMaskInterface.register(_name, sdpa_mask)

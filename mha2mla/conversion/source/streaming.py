@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from mha2mla.conversion.calibration.activations import ActivationStore
 from mha2mla.conversion.families.spec import visible
+from mha2mla.conversion.fit.repeatable import UNGROUPED_SDPA
 from mha2mla.conversion.source.checkpoint import CheckpointReader
 from mha2mla.stored_tensors import StoredParameters
 
@@ -44,7 +45,7 @@ class StreamedModel:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        attn_implementation: str = "sdpa",
+        attn_implementation: str = UNGROUPED_SDPA,
     ) -> None:
         self.config, self.source, self.sliding_windows = config, source, sliding_windows
         self.device, self.dtype = device, dtype
