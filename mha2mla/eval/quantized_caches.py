@@ -22,73 +22,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from mha2mla.eval.latent_basis import BASES, BasisName, LatentBasis, LatentStatistics, LatentTap, latent_basis
+from mha2mla.kernels.group_codes import GroupQuantizer
 from mha2mla.modeling.config import cache_bytes_per_token
 from mha2mla.predictions import run_without_cache
 
 QUANTIZED_KV = "mha2mla_quantized_kv"  # attn_implementation
 _QUERIES_AT_ONCE = 512
 _GROUPINGS = ("channel", "token")
-_SCALE_BITS = (8, 16)
 _SINK_INDEX_BITS = 32  # index of a row that stays exact
-
-
-@dataclass(frozen=True)
-class GroupQuantizer:
-    """Asymmetric integer codes: a group of elements has one scale and one offset, from its minimum and maximum.
-
-    Args:
-        bits: of a code, 1 to 8.
-        group: elements that share a scale and an offset; None: the whole row. A row that is no multiple of it is
-            padded, and the padding is counted.
-        scale_bits: of a scale, and of an offset: 16 (float16), or 8 (integers, in units of the row's largest, of which
-            each row has two in bfloat16).
-
-    Raises:
-        ValueError: a value outside these.
-    """
-
-    bits: int
-    group: int | None = 32
-    scale_bits: int = 16
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.bits <= 8:
-            raise ValueError(f"bits is {self.bits}; expected 1 to 8")
-        if self.group is not None and self.group < 2:
-            raise ValueError(f"group is {self.group}; expected at least 2, or None for a whole row")
-        if self.scale_bits not in _SCALE_BITS:
-            raise ValueError(f"scale_bits is {self.scale_bits}; expected one of {_SCALE_BITS}")
-
-    def round(self, rows: Tensor) -> Tensor:
-        """``rows`` [..., width] dequantised from their codes: the same shape and dtype; computed in float32."""
-        width = rows.shape[-1]
-        group = width if self.group is None else self.group
-        padded = rows.float()
-        if padding := -width % group:  # by the last number, which leaves minimum and maximum alone
-            padded = torch.cat((padded, padded[..., -1:].expand(*padded.shape[:-1], padding)), -1)
-        groups = padded.unflatten(-1, (-1, group))
-        scale, offset = self._scale_and_offset(*groups.aminmax(dim=-1, keepdim=True))
-        levels = 2**self.bits - 1
-        codes = torch.where(scale > 0, (groups - offset) / scale, 0.0).round().clamp(0, levels)
-        return (codes * scale + offset).flatten(-2)[..., :width].to(rows.dtype)
-
-    def _scale_and_offset(self, least: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
-        """Scale and offset of groups [..., groups, 1], rounded as they are stored."""
-        levels = 2**self.bits - 1
-        if self.scale_bits == 16:
-            offset = least.half().float()
-            return ((most - offset) / levels).clamp(min=0).half().float(), offset
-        unit = (least.abs().amax(-2, keepdim=True) / 127).bfloat16().float()
-        offset = torch.where(unit > 0, (least / unit).floor().clamp(-128, 127), 0.0) * unit
-        scale = ((most - offset) / levels).clamp(min=0)
-        unit = (scale.amax(-2, keepdim=True) / 254).bfloat16().float()  # not below 1/255 when it is rounded
-        return torch.where(unit > 0, (scale / unit).ceil().clamp(0, 255), 0.0) * unit, offset
-
-    def bits_per_row(self, width: int) -> int:
-        """Bits of a row of ``width`` elements: codes with their padding, scales and offsets."""
-        group = width if self.group is None else self.group
-        groups = -(-width // group)
-        return groups * (group * self.bits + 2 * self.scale_bits) + (32 if self.scale_bits == 8 else 0)
 
 
 class ComparedCache:
@@ -156,8 +97,8 @@ class KVCodes:
     def share(self, length: int, head_dim: int) -> float:
         """Bytes of a cache of ``length`` tokens (codes, scales, offsets, newest tokens) relative to one in 16 bits."""
         quantizer = GroupQuantizer(self.bits, self.group)
-        values = quantizer.bits_per_row(head_dim) / head_dim
-        keys = quantizer.bits_per_row(self.group) / self.group if self.keys == "channel" else values
+        values = 8 * quantizer.bytes_per_row(head_dim) / head_dim
+        keys = 8 * quantizer.bytes_per_row(self.group) / self.group if self.keys == "channel" else values
         coded = self.coded_tokens(length)
         return (coded * (keys + values) / 32 + length - coded) / length
 
@@ -315,7 +256,7 @@ class LatentCodes:
     Args:
         bits: of a code.
         basis: to quantise in (:func:`~mha2mla.eval.latent_basis.latent_basis`).
-        group, scale_bits: of :class:`GroupQuantizer`.
+        group, scale_bits: of :class:`~mha2mla.kernels.group_codes.GroupQuantizer`.
         exact_sinks: the first token of a text, and rows of outlying energy, stay in 16 bits, beside their codes.
         power: of the basis ``"importance"``.
 
@@ -387,7 +328,7 @@ class QuantizedLatent(ComparedCache):
         config, quantizer = self.model.config, self.codes.quantizer()
         geometries = [config.layer_geometry(layer) for layer in range(config.num_hidden_layers)]
         row = sum(
-            quantizer.bits_per_row(each.kv_lora_rank) + 16 * (each.cache_numel_per_token - each.kv_lora_rank)
+            8 * quantizer.bytes_per_row(each.kv_lora_rank) + 16 * (each.cache_numel_per_token - each.kv_lora_rank)
             for each in geometries
         )
         exact = self._exact_bits.item() / max(self._rows, 1)

@@ -8,7 +8,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from mha2mla.eval.latent_basis import BASES, LatentStatistics, LatentTap, latent_basis, latent_statistics
-from mha2mla.eval.quantized_caches import GroupQuantizer, KVCodes, LatentCodes, QuantizedKV, QuantizedLatent
+from mha2mla.eval.quantized_caches import KVCodes, LatentCodes, QuantizedKV, QuantizedLatent
+from mha2mla.kernels.group_codes import GroupQuantizer
 from tests.modeling import models
 
 LENGTH = 41
@@ -233,38 +234,6 @@ def test_importance_is_of_the_gradient_of_what_the_model_draws():
             squares[channel] += ((likelihood(step) - likelihood(-step)) / 2e-3) ** 2 / len(first.rows)
     assert len(first.rows) == 5
     assert models.relative_error(first.importance.diagonal(), squares) < 1e-2
-
-
-@pytest.mark.parametrize(
-    ("quantizer", "width", "bits"),
-    [
-        (GroupQuantizer(4), 192, 6 * (128 + 32)),
-        (GroupQuantizer(4), 168, 6 * (128 + 32)),  # padded to 192
-        (GroupQuantizer(3, 64), 192, 3 * (192 + 32)),
-        (GroupQuantizer(8, None), 168, 168 * 8 + 32),
-        (GroupQuantizer(4, 32, 8), 192, 6 * (128 + 16) + 32),
-    ],
-)
-def test_bits_of_a_row(quantizer, width, bits):
-    assert quantizer.bits_per_row(width) == bits
-
-
-@pytest.mark.parametrize("scale_bits", [8, 16])
-@pytest.mark.parametrize("bits", [3, 4, 8])
-def test_rounding_errs_by_half_a_step(bits, scale_bits):
-    rows = torch.randn(64, 72) * torch.logspace(-3, 2, 64)[:, None] + 0.3
-    rounded = GroupQuantizer(bits, 32, scale_bits).round(rows)
-    groups = torch.cat((rows, rows[:, -1:].expand(-1, 24)), 1).unflatten(1, (-1, 32))
-    span = groups.amax(-1) - groups.amin(-1)
-    error = torch.cat((rounded - rows, rows.new_zeros(64, 24)), 1).unflatten(1, (-1, 32)).abs().amax(-1)
-    # A stored offset is off by 2⁻¹¹ of itself, or by 1/127 of the row's largest.
-    slack = rows.abs().amax(1, keepdim=True) * (2**-10 if scale_bits == 16 else 2 / 127 / (2**bits - 1))
-    largest_span = span.amax(1, keepdim=True) / 255 / (2**bits - 1) if scale_bits == 8 else 0
-    assert (error <= 0.51 * span / (2**bits - 1) + slack + largest_span).all()
-
-
-def test_a_constant_group_is_its_offset():
-    assert torch.equal(GroupQuantizer(4, 4).round(torch.full((2, 8), 0.5)), torch.full((2, 8), 0.5))
 
 
 @pytest.mark.parametrize(
