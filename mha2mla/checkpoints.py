@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,11 @@ def shorten(message: str) -> str:
     line = " ".join(message.split()) if len(message) < 1 << 16 else message
     line = line if len(line) <= LONGEST_MESSAGE else f"{line[:head]} ... {line[-tail:]}"
     return " ".join(line.split())
+
+
+def did_you_mean(word: object, words: Iterable[str]) -> str:
+    """``; did you mean 'latent'?`` for a misspelt word; empty where none of ``words`` is close."""
+    return "".join(f"; did you mean {close!r}?" for close in get_close_matches(str(word), list(words), 1))
 
 
 class NamedError(ValueError):

@@ -12,6 +12,7 @@ from mha2mla.checkpoints import find_checkpoint, find_converted, find_pair
 from mha2mla.conversion.target import LayoutName
 from mha2mla.files import picture_file, report_file
 from mha2mla.flags import SEVERAL, Device, Dtype, Json, Numbers, Texts, flag, torch_dtype
+from mha2mla.texts import check_text
 from mha2mla.trial_models import ShapeName, random_pair
 
 evaluation = App(name="eval", help="Measures a converted checkpoint against its source.")
@@ -58,6 +59,8 @@ def eval_quality(
     """
     record = report_file(json, "quality", source, converted, *(text or ()))
     drawing = picture_file(plot, source, converted, *(text or ()), json, name="plot")
+    for name in text or ():
+        check_text(name)
     find_pair(source, converted)
     from mha2mla.eval import evaluate_quality, plots, quality
     from mha2mla.eval import generation as generating

@@ -14,6 +14,7 @@ from cyclopts import Group, Parameter, Token
 from docstring_parser import parse
 
 from mha2mla.conversion import presets, recipe
+from mha2mla.texts import check_text
 
 
 def _whole_numbers(hint: Any, tokens: Sequence[Token]) -> list[int]:
@@ -103,11 +104,13 @@ def load_recipe(file: str | None, flags: Any) -> dict[str, Any]:
     """The keys of a YAML file and of :class:`RecipeFlags`, as ``mha2mla.convert`` takes them.
 
     Raises:
-        ValueError: a bad key or value, or no such preset.
+        ValueError: a bad key or value, no such preset, or no such calibration text.
     """
     given = {key.replace("__", "."): value for key, value in vars(flags).items() if value is not None}
     asked = presets.with_keys(recipe.recipe_file(file) if file else {}, given)
     preset = asked.get("preset", presets.AUTO)
     keys = {key: value for key, value in asked.items() if key != "preset"}
-    recipe.stages_of(presets.NO_PRESET if preset == presets.AUTO else preset, keys)
+    stages = recipe.stages_of(presets.NO_PRESET if preset == presets.AUTO else preset, keys)
+    if isinstance(text := stages["calibration"].text, str):
+        check_text(text)
     return asked

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from mha2mla.checkpoints import did_you_mean
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
@@ -270,7 +272,7 @@ def find_gpu(name: str | None) -> tuple[GPU, str]:
     """
     if name is not None:
         if name not in GPUS:
-            raise ValueError(f"gpu is {name!r:.80}; expected one of {', '.join(GPUS)}")
+            raise ValueError(f"gpu is {name!r:.80}; expected one of {', '.join(GPUS)}{did_you_mean(name, GPUS)}")
         return GPUS[name], "as named"
     import torch
 

@@ -1,4 +1,7 @@
-"""Texts for calibration and evaluation, and the windows of tokens that are cut from them."""
+"""Texts for calibration and evaluation, and the windows of tokens that are cut from them.
+
+Checks of names import no torch.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,25 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import metadata, resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from mha2mla.checkpoints import did_you_mean
+
+if TYPE_CHECKING:
+    import torch
 
 BUILTIN = "builtin:"
 DATASET = "hf:"
 GENERATED = "generated"
-_BUILTINS = "builtin:pydoc, builtin:stdlib, builtin:prose, builtin:opticks, builtin:licences"
+BUILTINS = ("builtin:pydoc", "builtin:stdlib", "builtin:prose", "builtin:opticks", "builtin:licences")
+_EXPECTED = f"a file, {', '.join(BUILTINS)} or hf:DATASET[:CONFIG[:SPLIT[:COLUMN]]]"
 _DATASET_SEPARATOR = "\n\n"
 # Not prose, not part of every installation, or another text of this module.
 _SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "__pycache__"})
 _SKIPPED |= {"encodings", "lib2to3", "turtledemo", "config", "__phello__"}
 _COMMENTS = re.compile(r"(?:^[ \t]*#[^\n]*\n){3,}", re.MULTILINE)
 _LEAST_PROSE = 60  # characters
-_CHARACTERS_PER_TOKEN = 16  # more than texts have: what lies beyond them is not tokenized only to be thrown away
+CHARACTERS_PER_TOKEN = 16  # more than texts have: what lies beyond them is not tokenized only to be thrown away
 # Test file of libbacktrace in Apache TVM FFI, which TileLang requires: some 140k tokens.
 _OPTICKS = Path("3rdparty/libbacktrace/Isaac.Newton-Opticks.txt")
 _OPTICKS_SHA256 = "d4a9ac22462b35e7821a4f2706c211093da678620a8f9997989ee7cf8d507bbd"
@@ -38,7 +45,7 @@ _PARAGRAPH = re.compile(r"\n\s*\n")
 _LEAST_PARAGRAPH = 60  # letters and blanks
 
 
-def load_text(name: str | Path) -> str:
+def load_text(name: str | Path, characters: int | None = None) -> str:
     """A text by name.
 
     Args:
@@ -49,6 +56,7 @@ def load_text(name: str | Path) -> str:
             that this one requires (evaluation in long windows);
             ``"hf:DATASET[:CONFIG[:SPLIT[:COLUMN]]]"``, a Hugging Face dataset (split ``train`` and column ``text``
             unless given; needs the ``datasets`` package); anything else is the path of a UTF-8 file.
+        characters: that are enough: the text may end behind them where that saves time (``builtin:stdlib``).
 
     Raises:
         ValueError: unknown builtin, no such file, not UTF-8, empty, or a dataset without the column.
@@ -56,7 +64,8 @@ def load_text(name: str | Path) -> str:
     """
     name = str(name)
     if name.startswith(BUILTIN):
-        text = _builtin(name.removeprefix(BUILTIN))
+        _check_part(name)
+        text = _builtin(name.removeprefix(BUILTIN), characters)
     elif name.startswith(DATASET):
         text = _dataset(name.removeprefix(DATASET))
     else:
@@ -67,6 +76,24 @@ def load_text(name: str | Path) -> str:
     if not text.strip():
         raise ValueError(f"text {name!r} is empty")
     return text
+
+
+def check_text(name: str | Path) -> None:
+    """Refuses a text that is neither a name of :func:`load_text` nor a file, without reading it.
+
+    Raises:
+        ValueError: as above.
+    """
+    for part in _parts(name):
+        _check_part(part)
+
+
+def _check_part(name: str) -> None:
+    if name.startswith(BUILTIN):
+        if name not in BUILTINS:
+            raise ValueError(f"text {name!r} is unknown; expected {_EXPECTED}{did_you_mean(name, BUILTINS)}")
+    elif name != GENERATED and not name.startswith(DATASET):
+        _file(name)
 
 
 def text_identity(name: str | Path) -> str:
@@ -91,11 +118,12 @@ def _part_identity(name: str) -> str:
 
 def _file(name: str) -> Path:
     if not Path(name).is_file():
-        raise ValueError(f"text {name!r} is no file; expected a file, {_BUILTINS} or hf:DATASET")
+        close = did_you_mean(name, (*BUILTINS, GENERATED))
+        raise ValueError(f"text {name!r} is no file; expected {_EXPECTED}{close}")
     return Path(name)
 
 
-def _builtin(name: str) -> str:
+def _builtin(name: str, characters: int | None) -> str:
     if name == "pydoc":
         from pydoc_data.topics import topics
 
@@ -103,12 +131,10 @@ def _builtin(name: str) -> str:
     if name == "prose":
         return (resources.files("mha2mla") / "data" / "prose.txt").read_text(encoding="utf-8")
     if name == "stdlib":
-        return _stdlib_prose()
+        return _stdlib_prose(characters)
     if name == "opticks":
         return _opticks()
-    if name == "licences":
-        return _licences()
-    raise ValueError(f"text 'builtin:{name}' is unknown; expected {_BUILTINS}")
+    return _licences()
 
 
 def _opticks() -> str:
@@ -167,9 +193,15 @@ def _distinct(paragraphs: Iterator[str]) -> Iterator[str]:
 
 
 @cache
-def _stdlib_prose() -> str:
-    """Docstrings and blocks of comments of every module in the standard library, tests aside: six seconds' work."""
-    return "\n\n".join(_stdlib_texts())
+def _stdlib_prose(characters: int | None) -> str:
+    """Docstrings and blocks of comments of the standard library's modules, tests aside: six seconds for them all."""
+    texts, size = [], 0
+    for text in _stdlib_texts():
+        texts.append(text)
+        size += len(text)
+        if characters is not None and size >= characters:
+            break
+    return "\n\n".join(texts)
 
 
 def _stdlib_texts() -> Iterator[str]:
@@ -246,6 +278,8 @@ def mixed_windows(
     Raises:
         ValueError: a text is unusable (``load_text``, ``token_windows``).
     """
+    import torch
+
     names = _parts(name)
     # The generated text is as long as it must be: it makes up for texts that are too short for their share.
     names.sort(key=lambda part: part == GENERATED)
@@ -287,6 +321,8 @@ def token_windows(tokenizer: Any, text: str, length: int, count: int, *, seed: i
     Raises:
         ValueError: a bad argument, or a text shorter than one window.
     """
+    import torch
+
     for name, value, least in (("length", length, 2), ("count", count, 1)):
         if value < least:
             raise ValueError(f"{name} is {value}; expected at least {least}")
@@ -296,7 +332,7 @@ def token_windows(tokenizer: Any, text: str, length: int, count: int, *, seed: i
         raise ValueError(f"length is {length}; expected more than the {len(start)} start tokens of a window")
     # A text longer than the model's maximum is cut into windows right here: the tokenizer's warning would mislead.
     wanted = body * count if seed is None else len(text)
-    for part in dict.fromkeys((text[: _CHARACTERS_PER_TOKEN * wanted], text)):
+    for part in dict.fromkeys((text[: CHARACTERS_PER_TOKEN * wanted], text)):
         tokens = plain_tokens(tokenizer, part)
         if len(tokens) >= wanted:
             break

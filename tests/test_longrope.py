@@ -78,7 +78,9 @@ def test_a_lossy_conversion_is_calibrated_and_measured_by_its_own_table(table, l
 def test_the_default_text_is_long_enough_for_the_long_table(tmp_path, monkeypatch):
     rope = {**tiny.LONGROPE, "original_max_position_embeddings": 2100}
     source = tiny.checkpoint(tmp_path / "source", "llama", rope_parameters=rope, max_position_embeddings=8400)
-    monkeypatch.setattr(windows, "load_text", {"builtin:stdlib": "some words " * 200}.__getitem__)  # 2 MB otherwise
+    monkeypatch.setattr(
+        windows, "load_text", lambda name, _: {"builtin:stdlib": "some words " * 200}[name]
+    )  # 2 MB otherwise
     report = convert(source, tmp_path / "out", {**SHORT, "rope_longrope_table": "long", "cache_ratio": 1.0})
     assert report.evaluation_text == "builtin:stdlib" and report.evaluation_length == 2101
     assert report.parity.logits_relative_error <= 1e-4

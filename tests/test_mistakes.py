@@ -41,6 +41,11 @@ def test_latency_says_which_models_it_wants(arguments, message, capsys):
         ("convert a b --recipe /no/such.yaml", "/no/such.yaml"),
         ("convert a b --cache-ratio 1.5", "cache_ratio is 1.5"),
         ("convert a b --preset fast", "preset is 'fast'; expected one of 'auto', 'minimal', "),
+        ("convert a b --preset latnt", "'deepseek-512+64'; did you mean 'latent'?"),
+        ("convert a b --layout shraed", "'latent'; did you mean 'shared'?"),
+        ("convert a b --calibration.text nosuch.txt", "text 'nosuch.txt' is no file; expected a file, builtin:pydoc,"),
+        ("convert a b --calibration.text builtin:opticks+builtin:stdlb", "did you mean 'builtin:stdlib'?"),
+        ("eval quality a b --text optick", "text 'optick' is no file"),
         ("convert a b --layout cubist", "layout is 'cubist'; expected one of 'per-group', 'shared', 'latent'"),
         (
             "convert a b --calibration.lengths 512,700",

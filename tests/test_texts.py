@@ -3,6 +3,7 @@ import sys
 import pytest
 import torch
 
+from mha2mla import texts
 from mha2mla.texts import load_text, mixed_windows, prompts, start_tokens, token_windows
 from tests.conversion import tiny
 
@@ -15,6 +16,16 @@ def test_calibration_texts_lack_the_prose_text(name, letters):
     text, prose = load_text(f"builtin:{name}"), load_text("builtin:prose")
     assert len(text) > letters and text == load_text(f"builtin:{name}") and 14_000 < len(prose) < 20_000
     assert not any(line in text for line in prose.splitlines() if len(line) > 40)
+
+
+def test_enough_characters_are_the_beginning_of_the_text(monkeypatch):
+    read = []
+    monkeypatch.setattr(
+        texts, "_stdlib_texts", lambda: (read.append(part) or part for part in ["a" * 40, "b" * 40, "c"])
+    )
+    texts._stdlib_prose.cache_clear()
+    assert load_text("builtin:stdlib", 60) == "a" * 40 + "\n\n" + "b" * 40 and len(read) == 2
+    texts._stdlib_prose.cache_clear()
 
 
 def test_a_file_is_read_as_utf8(tmp_path):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from mha2mla.checkpoints import did_you_mean
 from mha2mla.conversion.extension import CalibrationSource, RecipeObject
 from mha2mla.conversion.presets import AUTO, NO_PRESET, PRESETS, choose_preset, with_keys
 from mha2mla.conversion.stages import Calibration, Fit, Latent, Rope, Stage
@@ -267,7 +267,8 @@ def stages_of(preset: str, keys: Mapping[str, Any]) -> dict[str, Stage]:
         ValueError: no such preset, a bad value, or widths where neither says in which layout.
     """
     if not isinstance(preset, str) or preset not in PRESETS:
-        raise ValueError(f"preset is {preset!r:.200}; expected one of {', '.join(map(repr, (AUTO, *PRESETS)))}")
+        names, close = ", ".join(map(repr, (AUTO, *PRESETS))), did_you_mean(preset, (AUTO, *PRESETS))
+        raise ValueError(f"preset is {preset!r:.200}; expected one of {names}{close}")
     values = with_keys(PRESETS[preset], keys)
     stages = {
         stage: made(**{key: values[flat] for flat, (owner, key) in KEYS.items() if owner == stage and flat in values})
@@ -302,7 +303,7 @@ def normalize_keys(*given: Mapping[str, Any], others: Iterable[str] = ()) -> dic
                 )
             if key not in KEYS and key != "preset":
                 names = list(dict.fromkeys([*others, "preset", *KEYS]))
-                close = "".join(f", did you mean {name!r}?" for name in get_close_matches(str(key), names, 1))
+                close = did_you_mean(key, names)
                 raise ValueError(f"recipe key {key!r} is unknown{close or ';'} expected one of {', '.join(names)}")
             seen.add(key)
             if is_given:

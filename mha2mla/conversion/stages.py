@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, get_args
 
+from mha2mla.checkpoints import did_you_mean
 from mha2mla.conversion.extension import RecipeObject, is_registered, named_or_itself
 
 Selection = Literal["high", "low", "uniform", "2-norm", "rotation", "rorope", "rorope-2", "rorope-4"]
@@ -21,11 +22,13 @@ class Check:
 
     Attributes:
         takes: recipe key of the objects that the field takes in place of a name; empty where it takes none.
+        words: that the field takes, for a suggestion after a misspelt one.
     """
 
     expected: str
     allows: Callable[[Any], bool]
     takes: str = ""
+    words: tuple[str, ...] = ()
 
     def or_none(self) -> Check:
         return Check(f"{self.expected}, or null", lambda value: value is None or self.allows(value))
@@ -60,6 +63,7 @@ def one_of(*choices: Any) -> Check:
     return Check(
         f"one of {', '.join(map(repr, choices))}",
         lambda value: any(value is each or (isinstance(each, str) and value == each) for each in choices),
+        words=tuple(each for each in choices if isinstance(each, str)),
     )
 
 
@@ -71,7 +75,7 @@ def object_or(key: str, check: Check, kind: str) -> Check:
             return value.key == key
         return check.allows(value) or (isinstance(value, str) and is_registered(key, value))
 
-    return Check(f"{check.expected}, a registered name or a {kind}", allows, key)
+    return Check(f"{check.expected}, a registered name or a {kind}", allows, key, check.words)
 
 
 BOOL = Check("true or false", lambda value: isinstance(value, bool))
@@ -95,7 +99,9 @@ class Stage:
         for name, check in self.checks.items():
             if check.takes:
                 object.__setattr__(self, name, named_or_itself(check.takes, getattr(self, name)))
-            self.require(name, check.allows(getattr(self, name)), check.expected)
+            value = getattr(self, name)
+            if not check.allows(value):
+                self.require(name, False, check.expected + did_you_mean(value, check.words))
 
     def require(self, name: str, right: bool, expected: Any) -> None:
         """Refuses the value of field ``name`` unless it is ``right``."""

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from mha2mla.checkpoints import CheckpointError, find_checkpoint
 from mha2mla.conversion.calibration.blocks import Windows, calibration_lengths, check_length, listed, nearest_length
-from mha2mla.conversion.calibration.windows import evaluation_windows
+from mha2mla.conversion.calibration.windows import evaluation_windows, named_in_errors
 from mha2mla.conversion.extension import CalibrationSource
 from mha2mla.conversion.families import SourceSpec
 from mha2mla.conversion.presets import AUTO
@@ -24,6 +24,7 @@ from mha2mla.conversion.result.destination import check_destination
 from mha2mla.conversion.source.opening import OpenedFolder, Source, open_source
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.environment import compute_device
+from mha2mla.texts import check_text
 
 EVALUATION_TEXT = "builtin:prose"
 EVALUATION_TOKENS = 2048
@@ -247,7 +248,11 @@ def _calibration(arguments: Arguments, recipe: Recipe, spec: SourceSpec) -> str 
         recipe.geometries(spec)
         if not recipe.needs_calibration(geometry):
             return None
-    return recipe.calibration_text if arguments.calibration is None else arguments.calibration
+    text = recipe.calibration_text if arguments.calibration is None else arguments.calibration
+    if isinstance(text, str):
+        with named_in_errors("calibration", text):
+            check_text(text)  # before the source writes text of its own
+    return text
 
 
 def _lengths(opened: Source, recipe: Recipe, calibration: str | CalibrationSource | Windows | None) -> tuple[int, ...]:

@@ -65,7 +65,7 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ({"calibration.seed": -1}, "calibration.seed is -1"),
         ({"preset": "best"}, "preset is 'best'; expected one of 'auto', 'minimal'"),
         ({"fit": 3}, "recipe stage 'fit' is 3; expected a mapping"),
-        ({"fit": {"stops": 3}}, "recipe key 'fit.stops' is unknown, did you mean 'fit.steps'? expected one of preset,"),
+        ({"fit": {"stops": 3}}, "recipe key 'fit.stops' is unknown; did you mean 'fit.steps'? expected one of preset,"),
         ({"qqq": 3}, "recipe key 'qqq' is unknown; expected one of preset, layout"),
         ({"fit.steps": 3, "fit": {"steps": 3}}, "recipe key 'fit.steps' is given twice"),
         ({"fit": {"steps": 3}, "fit.steps": None}, "recipe key 'fit.steps' is given twice"),
@@ -118,7 +118,7 @@ def test_an_empty_file_is_the_default_recipe(tmp_path):
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("layot: shared", "'layot' is unknown, did you mean 'layout'?"),
+        ("layot: shared", "'layot' is unknown; did you mean 'layout'?"),
         ("- shared", "expected a mapping"),
         ("{", "is not YAML"),
         ("cache_ratio: 0.5\nlayout: shared\ncache_ratio: 0.3\n", "(?s)key 'cache_ratio' is given twice.*line 3"),

@@ -213,9 +213,9 @@ def test_keyword_arguments_are_recipe_keys(tmp_path):
 @pytest.mark.parametrize(
     ("recipe", "keys", "named"),
     [
-        (None, {"layot": "shared"}, r"recipe key 'layot' is unknown, did you mean 'layout'\? expected one of source, "),
-        (None, {"overwrit": True}, r"'overwrit' is unknown, did you mean 'overwrite'\? .*overwrite, .*, fit.steps, "),
-        (None, {"fit": {"stops": 3}}, r"'fit.stops' is unknown, did you mean 'fit.steps'\?"),
+        (None, {"layot": "shared"}, r"recipe key 'layot' is unknown; did you mean 'layout'\? expected one of source, "),
+        (None, {"overwrit": True}, r"'overwrit' is unknown; did you mean 'overwrite'\? .*overwrite, .*, fit.steps, "),
+        (None, {"fit": {"stops": 3}}, r"'fit.stops' is unknown; did you mean 'fit.steps'\?"),
         (None, {"cache_ratio": 2}, "cache_ratio is 2; expected a number above 0, at most 1"),
         (None, {"fit": {"steps": 3}, "fit.steps": 3}, "'fit.steps' is given twice"),
         ({"cache_ratio": 0.5}, {"cache_ratio": 0.5}, "'cache_ratio' is given twice, by itself, .* or in the recipe"),

@@ -14,7 +14,7 @@ from mha2mla.conversion.calibration.generated_text import generator_of
 from mha2mla.conversion.extension import CalibrationSource
 from mha2mla.conversion.resume import WorkFolder
 from mha2mla.conversion.source.opening import OpenedFolder, Source
-from mha2mla.texts import load_text, mixed_windows, token_windows
+from mha2mla.texts import CHARACTERS_PER_TOKEN, load_text, mixed_windows, token_windows
 
 
 def calibration_windows(
@@ -75,7 +75,7 @@ def evaluation_windows(source: OpenedFolder, text: str | torch.Tensor, *, length
         return _checked(text, "evaluation", source)
     tokenizer, count = _tokenizer_of(source, "evaluation"), max(1, tokens // length)
     with named_in_errors("evaluation", text):
-        windows = token_windows(tokenizer, load_text(text), length, count)
+        windows = token_windows(tokenizer, load_text(text, CHARACTERS_PER_TOKEN * length * count), length, count)
     return _checked(windows, "evaluation", source)
 
 
