@@ -204,9 +204,9 @@ def eval_latency(
     if source is not None:
         find_checkpoint(source, "source")
         find_converted(converted, "converted")
-    from mha2mla.environment import collect_environment, compute_device, usual_dtype
+    from mha2mla.environment import collect_environment, compute_device, describe_environment, usual_dtype
     from mha2mla.eval.measurement import wrong_rows
-    from mha2mla.eval.report import write_json
+    from mha2mla.eval.report import print_table, write_json
 
     environment, place = collect_environment(), compute_device(device)
     weights_dtype = usual_dtype(place, dtype)
@@ -226,6 +226,7 @@ def eval_latency(
     options = {"device": place, "dtype": weights_dtype, "min_run_time": min_run_time, "check": not no_check}
     if preset is not None:
         rows, columns = _published_latency(preset, save, **options)
+        _show(rows, columns, title=title, kind="latency", json=record, **fields)
     else:
         from mha2mla.eval.latency import model_latency
 
@@ -233,8 +234,10 @@ def eval_latency(
         options |= {name: value for name, value in asked.items() if value is not None}
         options |= {"new_tokens": new_tokens, "page_size": page_size, "layer": layer}
         rows = model_latency(source, converted, progress=True, save=save, **options)
-        columns = rows.columns()
-    _show(rows, columns, title=title, kind="latency", json=record, **fields)
+        print(title)
+        for op, shown, columns in rows.tables():
+            print_table(shown, title=op, columns=columns, longest=24)
+        print(describe_environment(environment))
     return int(bool(wrong_rows(rows)))
 
 

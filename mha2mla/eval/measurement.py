@@ -43,9 +43,44 @@ COLUMNS = {
     "status": "status",
 }
 
+# Columns in a terminal of 100 columns; JSON and notebooks have all of :data:`COLUMNS`.
+_NARROW = {
+    "implementation": "implementation",
+    "batch": "batch",
+    "seqlen": "length",
+    "cache_mb": "cache\nMB",
+    "us": "µs",
+    "first_token_ms": "first\ntoken ms",
+    "ms_per_token": "ms a\ntoken",
+    "tokens_per_s": "tokens/s",
+    "peak_gb": "peak\nGB",
+    "largest_batch": "largest\nbatch",
+    "speed_up": "speed-up",
+    "limit_us": "limit µs",
+    "of_limit": "of\nlimit",
+    "status": "status",
+}
+_LEFT_OUT = {"generate": ("us", "limit_us", "of_limit"), "decode step": ("ms_per_token",)}
+
 
 class LatencyRows(list[dict[str, Any]]):
     """Rows of measurements: a line each where they are printed, a table in a notebook."""
+
+    def tables(self) -> Iterator[tuple[str, list[dict[str, Any]], dict[str, str]]]:
+        """For each op its name, its rows and the headings of the columns that a terminal has room for."""
+        for op in dict.fromkeys(row["op"] for row in self):
+            rows = [
+                {
+                    **row,
+                    "us": time_of(row),
+                    "cache_mb": _scaled(row.get("cache_bytes"), 1e6),
+                    "peak_gb": _scaled(row.get("peak_bytes"), 1e9),
+                }
+                for row in self
+                if row["op"] == op
+            ]
+            shown = {key: head for key, head in _NARROW.items() if any(row.get(key) is not None for row in rows)}
+            yield op, rows, {key: head for key, head in shown.items() if key not in _LEFT_OUT.get(op, ())}
 
     def columns(self) -> dict[str, str]:
         """Key → heading of the columns that any row has."""
@@ -63,6 +98,10 @@ def _line(row: Mapping[str, Any]) -> str:
     found = row["status"] if us is None else f"{us:,.1f} µs" + (f", {speed_up:.3g} x the source" if speed_up else "")
     status = "" if us is None or row["status"] == "ok" else f" ({row['status']})"
     return f"{row['op']}, {row['implementation']}, {row['batch']} x {row['seqlen']:,}: {found}{status}"
+
+
+def _scaled(value: float | None, unit: float) -> float | None:
+    return None if value is None else value / unit
 
 
 def time_of(row: Mapping[str, Any]) -> float | None:

@@ -31,6 +31,7 @@ def print_table(
     columns: Mapping[str, str] | Sequence[str] | None = None,
     caption: str | None = None,
     console: Console | None = None,
+    longest: int = _LONGEST_CELL,
 ) -> None:
     """Prints rows as a table, or several below one another where the terminal is too narrow for all columns.
 
@@ -43,10 +44,11 @@ def print_table(
             that has a value somewhere, in the order of its first appearance.
         caption: printed below the table (the environment, usually).
         console: where to print; default standard output.
+        longest: characters of a cell; more become a note.
     """
     headings = _headings(rows, columns)
     notes: dict[str, int] = {}
-    cells = [{key: _cell(row.get(key), notes) for key in headings} for row in rows]
+    cells = [{key: _cell(row.get(key), notes, longest) for key in headings} for row in rows]
     numeric = {key for key in headings if any(isinstance(row.get(key), int | float) for row in rows)}
     # A pipe or a file has no width: its reader needs whole lines, not lines folded at 80 columns.
     console = console or Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
@@ -60,18 +62,18 @@ def print_table(
         console.print(Text(caption, style="dim"))
 
 
-def _cell(value: Any, notes: dict[str, int]) -> str:
+def _cell(value: Any, notes: dict[str, int], longest: int) -> str:
     """Text of a cell, or the mark of a note that ``notes`` then has."""
     cell = format_value(value)
-    if len(cell) <= _LONGEST_CELL:
+    if len(cell) <= longest:
         return cell
     kind, _, rest = cell.partition(": ")
     mark = f"[{notes.setdefault(cell, len(notes) + 1)}]"
-    return f"{kind} {mark}" if rest and len(kind) < _LONGEST_CELL else mark
+    return f"{kind} {mark}" if rest and len(kind) < longest else mark
 
 
 def _table(cells: Sequence[Row], headings: Mapping[str, str], keys: Sequence[str], numeric: set[str]) -> Table:
-    table = Table(title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.show_header = any(headings.values())
     for key in keys:
         table.add_column(headings[key], justify="right" if key in numeric else "left", overflow="fold")

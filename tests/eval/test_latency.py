@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import mha2mla
 from mha2mla.eval import attention_latency, decode_step_latency, latency, model_latency, op_latency
 from mha2mla.eval.latency import _DecodeStep, fitting_batches, model_rows
-from mha2mla.eval.measurement import COLUMNS, NOT_CHECKED, add_speed_ups, in_float64
+from mha2mla.eval.measurement import COLUMNS, NOT_CHECKED, LatencyRows, add_speed_ups, in_float64
 from mha2mla.eval.op_latency import (
     AttentionInputs,
     _judge_source,
@@ -20,6 +20,7 @@ from mha2mla.eval.op_latency import (
     gqa_decode_baseline,
     sdpa_baseline,
 )
+from mha2mla.eval.report import print_table
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling import MHA2MLAForCausalLM
 from mha2mla.modeling.config import cache_bytes, layer_token_bytes
@@ -397,3 +398,42 @@ def test_attention_rows_on_a_gpu():
     assert ours["status"] == "ok" and ours["us_p50"] > 0
     assert ours["us_graph"] is not None, ours.get("graph_refused")
     assert ours["plan_us"] > 0
+
+
+def test_latency_tables_fit_100_columns(capsys):
+    times = {"us_p20": 123.4, "us_p50": 123.4, "us_p80": 123.4, "us_graph": 123.4, "gb_per_s": 4321.0, "error": 1e-7}
+    rest = {
+        "speed_up": 0.1234,
+        "limit_us": 123.4,
+        "of_limit": 0.1234,
+        "cache_bytes": 9 * 2**30,
+        "batch": 256,
+        "seqlen": 131072,
+    }
+    whole = {"first_token_ms": 123.4, "tokens_per_s": 54321.0, "peak_bytes": 70 * 2**30, "largest_batch": 12345}
+    absent = {
+        "status": "missing: runs on CUDA devices; device is cpu",
+        "op": "attention",
+        "implementation": "gqa_decode",
+    }
+    rows = LatencyRows(
+        [
+            {"op": "attention", "implementation": "mla_decode (reference)", "status": "ok", **times, **rest},
+            {"batch": 256, "seqlen": 131072, **absent},
+            {
+                "op": "decode step",
+                "implementation": "converted",
+                "status": "ok",
+                **times,
+                **rest,
+                "ms_per_token": 12.34,
+            },
+            {"op": "generate", "implementation": "converted", "status": "ok", **rest, **whole, "ms_per_token": 12.34},
+        ]
+    )
+    for op, shown, columns in rows.tables():
+        print_table(shown, title=op, columns=columns, longest=24)
+    out = capsys.readouterr().out
+    assert max(len(line.rstrip()) for line in out.splitlines() if not line.startswith("[")) <= 100
+    assert [op for op, _, _ in rows.tables()] == ["attention", "decode step", "generate"]
+    assert "0.1234" in out and "missing [1]" in out and "[1] missing: runs on CUDA devices" in out
