@@ -77,7 +77,12 @@ class MLAAttention(modeling_mha2mla.MLAAttention):
     def _cached_latents(self, latent: Tensor, cache: Cache) -> Tensor:
         if not isinstance(cache, LatentCache):
             return super()._cached_latents(latent, cache)
-        return cache.update(latent[:, None], latent[:, None, :, :0], self.layer_idx)[0][:, 0]
+        keys = latent[..., :0]
+        if cache.constants[self.layer_idx].geometry.has_rope_cache:
+            first = cache.get_seq_length(self.layer_idx)
+            positions = torch.arange(latent.shape[1], device=latent.device) + first
+            keys = self._rotary_keys(latent, positions[None])[:, :, 0]
+        return cache.update(latent[:, None], keys[:, None], self.layer_idx)[0][:, 0]
 
     def _rotary_keys(self, latent: Tensor, positions: Tensor) -> Tensor:
         scaling = self.config.layer_rope_scaling(self.layer_idx)
@@ -109,7 +114,11 @@ class MLAAttention(modeling_mha2mla.MLAAttention):
         Returns:
             [B, S, H, d_v], and attention weights as :meth:`_expanded`.
         """
+        layer = step.layers[self.layer_idx]
         q_nope, q_pe, latent, k_pe = self._encoded(hidden_states)
+        computes_keys = not layer.constants.geometry.has_rope_cache
+        if k_pe is None and not computes_keys:
+            k_pe = self._project(latent, self.k_rope_proj)[0][:, :, None]
         tensors = {
             "q_nope": q_nope.flatten(0, 1),
             "q_pe": q_pe.flatten(0, 1),
@@ -118,10 +127,9 @@ class MLAAttention(modeling_mha2mla.MLAAttention):
             "k_up": self._own("k_b_proj") if self.geometry.qk_nope_head_dim else None,
             "v_up": self._own("v_b_proj"),
         }
-        if not self.geometry.has_rope_cache:
+        if computes_keys:
             tensors["rope_weight"], tensors["rope_bias"] = affine_map(self.k_rope_proj, latent)
-        device, layer = hidden_states.device.type, step.layers[self.layer_idx]
-        no_autocast = nullcontext()
+        device, no_autocast = hidden_states.device.type, nullcontext()
         if torch.is_autocast_enabled(device):
             # Attention has the dtype of the cache, so autocast ends with the projections.
             no_autocast, dtype = torch.autocast(device, enabled=False), layer.dtype

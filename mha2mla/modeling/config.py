@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
+from dataclasses import replace
 from operator import mul
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from mha2mla.modeling.registry import AttentionConstants
 from mha2mla.modeling.tensor_parallel import HeadShard, ranks_of
 
 CODE_FILES = ("configuration_mha2mla.py", "modeling_mha2mla.py")
+MAX_KEPT_SHARE = 0.13  # bytes of rotary keys over those of latents in 16 bits, up to which "auto" keeps keys
 # transformers finds the classes of a converted folder's own code by these names.
 AUTO_MAP = {
     "AutoConfig": "configuration_mha2mla.MHA2MLAConfig",
@@ -57,10 +60,23 @@ class MHA2MLAConfig(configuration_mha2mla.MHA2MLAConfig):
         """
         return MLAGeometry(**self.layer_values(layer_idx))
 
+    def cached_geometry(self, layer_idx: int) -> MLAGeometry:
+        """Shape of layer ``layer_idx`` as the package's caches hold it: one stored rotary key where these are kept."""
+        geometry = self.layer_geometry(layer_idx)
+        return replace(geometry, rope_from_latent=False) if keeps_rotary_keys(self) else geometry
+
+    def with_options(self, **options: Any) -> MHA2MLAConfig:
+        """A copy with the ``options`` that are not None; itself where all are None."""
+        given = {name: value for name, value in options.items() if value is not None}
+        config = copy.copy(self) if given else self
+        for name, value in given.items():
+            setattr(config, name, value)
+        return config
+
     def attention_constants(self) -> tuple[AttentionConstants, ...]:
         """Per layer, what a backend is told of it beside tensors; under tensor parallelism of a rank's heads."""
         ranks = ranks_of(self)
-        geometries = map(self.layer_geometry, range(self.num_hidden_layers))
+        geometries = map(self.cached_geometry, range(self.num_hidden_layers))
         return tuple(
             AttentionConstants(
                 geometry if ranks == 1 else HeadShard.of(geometry, 0, ranks).geometry,
@@ -87,6 +103,20 @@ def copy_code(folder: str | os.PathLike[str]) -> None:
         shutil.copyfile(Path(__file__).with_name(name), Path(folder, name))
 
 
+def keeps_rotary_keys(config: MHA2MLAConfig) -> bool:
+    """True where a cache of the package keeps the rotary keys of a checkpoint whose layout caches the latent alone.
+
+    ``rotary_key_cache`` decides; "auto" keeps keys that take at most 13 % of what the latents of all layers take in 16
+    bits: 64 beside 512 or 1024, 128 beside 1024. Reading so little costs less time than d_r * d_c products for each
+    cached token. The rule knows no device: every geometry whose keys are computed by a kernel has one that reads them.
+    """
+    if not config.rope_from_latent or config.rotary_key_cache == "none":
+        return False
+    layers = [config.layer_values(index) for index in range(config.num_hidden_layers)]
+    keys, latents = (sum(layer[name] for layer in layers) for name in ("qk_rope_head_dim", "kv_lora_rank"))
+    return config.rotary_key_cache != "auto" or keys <= MAX_KEPT_SHARE * latents
+
+
 def cache_bytes_per_token(config: PreTrainedConfig, itemsize: int) -> int:
     """Bytes that all layers cache of a new token, for elements of ``itemsize`` bytes; source or converted."""
     return sum(layer_token_bytes(config, itemsize))
@@ -100,7 +130,7 @@ def cache_bytes(config: PreTrainedConfig, length: int, itemsize: int) -> int:
 def layer_token_bytes(config: PreTrainedConfig, itemsize: int) -> list[int]:
     """Bytes per token and layer, for elements of ``itemsize`` bytes; source or converted."""
     if isinstance(config, MHA2MLAConfig):
-        return [config.layer_geometry(i).cache_bytes_per_token(itemsize) for i in range(config.num_hidden_layers)]
+        return [config.cached_geometry(i).cache_bytes_per_token(itemsize) for i in range(config.num_hidden_layers)]
     config = config.get_text_config(decoder=True)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 CODE_VERSION = "0.1.0"  # the package's version
 SCHEMA_VERSION = 2
+ROTARY_KEY_CACHES = ("none", "bfloat16", "auto")
 PER_LAYER = ("num_rope_heads", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")
 
 
@@ -48,6 +49,11 @@ class MHA2MLAConfig(PreTrainedConfig):
             expanded form over other caches, while training, for masks that the backend cannot obey, and by the name
             "mla_expanded" always. A backend of one's own is registered before it is named here. Without the package
             the form is always expanded.
+        rotary_key_cache: with ``rope_from_latent``, what caches of the package hold of rotary keys: "none": nothing,
+            they are computed whenever they are read; "bfloat16": each is computed and rotated once, when its token is
+            appended, and kept beside the latent in the model's dtype; "auto": either, by the rule of
+            :func:`mha2mla.modeling.config.keeps_rotary_keys`. Logits are equal to rounding. May be changed at run time;
+            a cache keeps what the config said when it was made. Other caches, and models without the package, compute.
         attention_window, num_sink_tokens: each token attends to the last ``attention_window`` tokens up to itself and
             to the first ``num_sink_tokens`` of its sequence that are not padding (StreamingLLM, arXiv 2309.17453; its
             recent and start sizes), at the positions that they have in the sequence. In layers without a window of
@@ -83,6 +89,7 @@ class MHA2MLAConfig(PreTrainedConfig):
     recipe: dict[str, Any] | None = None
     schema_version: int = SCHEMA_VERSION
     attention_backend: str | None = None
+    rotary_key_cache: str = "none"
     attention_window: int | None = None
     num_sink_tokens: int = 0
 
@@ -128,7 +135,13 @@ class MHA2MLAConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuses windows and sinks that are no numbers of tokens, at construction and whenever they change."""
+        """Refuses windows and sinks that are no numbers of tokens, and rotary key caches that do not exist, at
+        construction and whenever they change."""
+        if name == "rotary_key_cache":
+            allowed = ROTARY_KEY_CACHES if self.rope_from_latent else ("none", "auto")
+            why = "" if self.rope_from_latent else ": the layout of this checkpoint caches its rotary keys"
+            if value not in allowed:
+                raise ValueError(f"{name} is {value!r:.80}; expected one of {allowed}{why}")
         for limited, least in (("attention_window", 1), ("num_sink_tokens", 0)):
             is_none = value is None and limited == "attention_window"
             if name == limited and not is_none and (type(value) is not int or value < least):

@@ -129,7 +129,14 @@ LATENT_GEOMETRIES = {
 }
 for _, keys in LATENT_GEOMETRIES.values():
     keys |= {"rope_from_latent": True, "num_rope_heads": 1}
-GEOMETRIES |= LATENT_GEOMETRIES
+# And where caches keep the rotary keys of such a checkpoint, each computed once.
+KEPT_GEOMETRIES = {
+    f"kept {case}": (source, {**keys, "rotary_key_cache": "bfloat16"})
+    for case, (source, keys) in (
+        (case, LATENT_GEOMETRIES[f"latent {case}"]) for case in ("no nope", "qk-norm", "per layer", "some sliding")
+    )
+}
+GEOMETRIES |= LATENT_GEOMETRIES | KEPT_GEOMETRIES
 
 
 def source_config(case: str, **keys):

@@ -251,7 +251,7 @@ def rotate_reference(
     arithmetic = torch.float64 if x.dtype == torch.float64 else torch.float32
     angle = positions.to(arithmetic)[:, None, None] * inv_freq.to(arithmetic)  # [N, G, d_r / 2]
     angle = angle.repeat_interleave(x.shape[1] // inv_freq.shape[0], dim=1)
-    factor = torch.where(inv_freq == 0, 1.0, attention_scaling).to(arithmetic)
+    factor = torch.ones_like(inv_freq, dtype=arithmetic).masked_fill(inv_freq != 0, attention_scaling)
     factor = factor.repeat_interleave(x.shape[1] // inv_freq.shape[0], dim=0)
     cos, sin = angle.cos() * factor, angle.sin() * factor
     wide = x.to(arithmetic)
