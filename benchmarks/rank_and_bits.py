@@ -22,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import mha2mla
 from benchmarks.conversion import Calibration, kv_width_of
 from benchmarks.recording import Recording, command
+from mha2mla.conversion.latent.basis import Importance
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.environment import compute_device, describe_environment
-from mha2mla.eval.latent_basis import calibration_tokens
 from mha2mla.eval.loading import load_model, load_tokenizer
-from mha2mla.eval.quality import TEXTS, QualityRow, compare_caches, quantized_caches
+from mha2mla.eval.quality import TEXTS, QualityRow, basis_tokens, compare_caches, quantized_caches
 from mha2mla.eval.quantized_caches import ComparedCache, KVCodes, LatentCodes
 from mha2mla.eval.report import print_table
 from mha2mla.predictions import Predictor
@@ -39,12 +39,12 @@ KV_CACHES = [KVCodes(bits, keys) for bits in (8, 4, 3, 2) for keys in ("channel"
 LATENT_CACHES = [LatentCodes(bits, basis) for basis in ("importance", "rotation", "balanced") for bits in (4, 3, 8)]
 # At half the rank alone.
 ABLATIONS = [
-    *(LatentCodes(bits, basis) for basis in ("plain", "mean", "components") for bits in (4, 3)),
+    *(LatentCodes(bits, basis) for basis in ("plain", "components") for bits in (4, 3)),
     *(LatentCodes(bits, group=group) for group in (64, None) for bits in (4, 3, 8)),
     *(LatentCodes(bits, scale_bits=8) for bits in (4, 3)),
-    LatentCodes(4, power=1.0),
-    LatentCodes(4, exact_sinks=False),
-    LatentCodes(4, "rotation", exact_sinks=False),
+    LatentCodes(4, Importance(power=1.0)),
+    LatentCodes(4, sinks=False),
+    LatentCodes(4, "rotation", sinks=False),
 ]
 
 
@@ -110,7 +110,7 @@ def study_model(
         for text in measured["texts"]
         for length in measured["lengths"]
     }
-    drawn, of_bases = Calibration(model, device), calibration_tokens(tokenizer)
+    drawn, of_bases = Calibration(model, device), basis_tokens(tokenizer)
 
     def add(caches: Sequence[tuple[dict[str, Any], Callable]]) -> None:
         by_text = [
@@ -141,7 +141,8 @@ def study_model(
         caches = LATENT_CACHES + (ABLATIONS if rank == full // 2 // GROUP * GROUP else [])
         rows = [({"cache": f"latent of {rank}, 16 bits", "rank": rank, "bits": 16}, partial(ComparedCache, converted))]
         for codes, make in _paired(caches, source, converted, of_bases):
-            rows.append(({"cache": _name(rank, codes), "rank": rank, **vars(codes)}, make))
+            settings = {**vars(codes), "basis": str(codes.basis)}
+            rows.append(({"cache": _name(rank, codes), "rank": rank, **settings}, make))
         add(rows)
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 
+LATENT_BITS = (16, 8, 4, 3)
+LATENT_GROUPS = (32, 64)
+
 
 @dataclass(frozen=True)
 class MLAGeometry:
@@ -24,6 +27,8 @@ class MLAGeometry:
         num_up_projection_heads: heads that W_UK and W_UV are given for, and that the latent is expanded to; a multiple
             of ``num_key_value_heads`` that divides H (H itself is DeepSeek's). ``None`` means ``num_key_value_heads``.
         rope_from_latent: nothing rotary is cached: ``k_pe[t] = m R(t) (W_KR c[t] + b_KR)``; needs G = 1.
+        latent_bits: of a cached latent element: 16 stands for the model's dtype, 8, 4 and 3 for integer codes.
+        latent_group: elements whose codes share a scale and an offset of 16 bits each.
 
     Raises:
         ValueError: naming the argument, its value and what was expected.
@@ -38,6 +43,8 @@ class MLAGeometry:
     num_key_value_heads: int | None = None
     num_up_projection_heads: int | None = None
     rope_from_latent: bool = False
+    latent_bits: int = 16
+    latent_group: int = 32
 
     def __post_init__(self) -> None:
         if self.v_head_dim is None:
@@ -70,6 +77,9 @@ class MLAGeometry:
             raise ValueError(f"qk_rope_head_dim is {self.qk_rope_head_dim}; expected an even number (RoPE turns pairs)")
         if self.rope_from_latent and self.num_rope_heads != 1:
             raise ValueError(f"num_rope_heads is {self.num_rope_heads}; expected 1 with rope_from_latent")
+        for name, allowed in (("latent_bits", LATENT_BITS), ("latent_group", LATENT_GROUPS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected one of {allowed}")
 
     @property
     def has_rope_cache(self) -> bool:
@@ -104,6 +114,11 @@ class MLAGeometry:
         """The layer is the source's to rounding: every pair rotates and the latent loses nothing."""
         return self.qk_nope_head_dim == 0 and self.kv_lora_rank >= self.full_kv_lora_rank
 
+    @property
+    def has_codes(self) -> bool:
+        """Latents are cached as integer codes."""
+        return self.latent_bits < 16
+
     def cache_bytes_per_token(self, itemsize: int) -> int:
         """Bytes cached per token and layer for elements of ``itemsize`` bytes (2 for bfloat16)."""
         return self.cache_numel_per_token * itemsize
@@ -120,5 +135,12 @@ class MLAGeometry:
     def __str__(self) -> str:
         return (
             f"H={self.num_attention_heads} G={self.num_rope_heads} d_c={self.kv_lora_rank} d_r={self.qk_rope_head_dim}"
-            f"{' from the latent' if self.rope_from_latent else ''} ({self.cache_numel_per_token} numbers per token)"
+            f"{' from the latent' if self.rope_from_latent else ''} ({self.cache_numel_per_token} numbers per token"
+            f"{f', latents in {self.latent_bits} bits' if self.has_codes else ''})"
         )
+
+
+def code_bytes(width: int, bits: int, group: int) -> int:
+    """Bytes of a row of ``width`` elements as codes in groups of ``group``, padded, each with a scale and an offset of
+    16 bits (:class:`mha2mla.kernels.GroupQuantizer`)."""
+    return -(-width // group) * (group * bits // 8 + 4)

@@ -28,6 +28,7 @@ from mha2mla.checkpoints import CheckpointError, NamedError, regular_file
 # safetensors' names of the dtypes that weights may have; others are quantised, or no numbers.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 FREQUENCIES = ".self_attn.inv_freq"  # tensors of a converted layer
+UNREAD = ("rotary_emb.inv_freq", ".latent_centers")  # computed; of codes, where latents are read in 16 bits
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,7 @@ class StoredParameters:
             raise CheckpointError(f"tensor {missing[0]} is absent from {where} ({len(missing)} absent in all)")
         tied = set(self._model._tied_weights_keys or {})
         others = stored.keys() - self.shapes.keys() - tied
-        if extra := sorted(name for name in others if not name.endswith("rotary_emb.inv_freq")):
+        if extra := sorted(name for name in others if not name.endswith(UNREAD)):
             raise unknown(
                 f"tensor {extra[0]} of {where} is unknown to {type(self._model).__name__}"
                 f" ({len(extra)} unknown in all); it would be lost"

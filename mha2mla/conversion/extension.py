@@ -1,4 +1,4 @@
-"""Objects that a recipe takes in place of a name: RoPE rules, low-rank rules, calibration sources. Imports no torch."""
+"""Objects that a recipe takes in place of a name: rules and calibration sources. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T", bound="type[RecipeObject]")
 
 
 class RecipeObject:
-    """Base of the three kinds: ``RopeRule``, ``LowRankRule``, ``CalibrationSource``.
+    """Base of the kinds: ``RopeRule``, ``LowRankRule``, ``BasisRule``, ``CalibrationSource``.
 
     A class of a kind is a frozen dataclass, and its fields are JSON values. A conversion records the import path and
     the fields of an instance that has no registered name; a resumed run compares them. A converted checkpoint loads
@@ -87,8 +87,8 @@ def register(name: str, **fields: Any) -> Callable[[T], T]:
     def add(cls: T) -> T:
         if not hasattr(cls, "key") or not is_dataclass(cls) or not cls.__dataclass_params__.frozen:
             raise ValueError(
-                f"{cls.__qualname__} is registered as {name!r}; expected a frozen dataclass of a RopeRule, LowRankRule"
-                " or CalibrationSource"
+                f"{cls.__qualname__} is registered as {name!r}; expected a frozen dataclass of a RopeRule, LowRankRule,"
+                " BasisRule or CalibrationSource"
             )
         other = RecipeObject._named.get((cls.key, name))
         if other is not None and other.to_plain()["class"] != cls(**fields).to_plain()["class"]:

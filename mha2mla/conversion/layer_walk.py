@@ -70,6 +70,7 @@ def converted_config(
         v_head_dim=geometry.v_head_dim,
         num_up_projection_heads=geometry.num_up_projection_heads,
         rope_from_latent=geometry.rope_from_latent,
+        latent_group=geometry.latent_group,
         qk_norm=spec.qk_norm,
         attention_q_bias=q_bias,
         attention_kv_bias=kv_bias,

@@ -20,6 +20,7 @@ from mha2mla.geometry import MLAGeometry
 
 if TYPE_CHECKING:
     from mha2mla.conversion.families.spec import SourceSpec
+    from mha2mla.conversion.latent.basis import BasisRule
     from mha2mla.conversion.latent.rules import LowRankRule
     from mha2mla.conversion.layer import LayerRules
     from mha2mla.conversion.rope.rules import RopeRule
@@ -151,7 +152,7 @@ class Recipe:
     @property
     def objects(self) -> dict[str, RecipeObject]:
         """The rules, and calibration text that is an object, by their keys."""
-        found = (self.rope_rule, self.low_rank_rule, self.calibration_text)
+        found = (self.rope_rule, self.low_rank_rule, self.basis_rule, self.calibration_text)
         return {each.key: each for each in found if isinstance(each, RecipeObject)}
 
     @property
@@ -165,6 +166,12 @@ class Recipe:
         from mha2mla.conversion.latent.rules import LowRankRule  # with torch
 
         return LowRankRule.find(self.latent.rule)
+
+    @property
+    def basis_rule(self) -> BasisRule:
+        from mha2mla.conversion.latent.basis import BasisRule  # with torch
+
+        return BasisRule.find(self.latent.basis)
 
     @property
     def calibration_text(self) -> str | CalibrationSource:
@@ -184,7 +191,10 @@ class Recipe:
         """
         self.rope_rule.check(spec)
         per_query_head = self.latent.up_projections == "query-head"
-        return self.target.geometry(spec, self.rope.share, per_query_head=per_query_head)
+        latent = self.latent
+        return self.target.geometry(
+            spec, self.rope.share, per_query_head=per_query_head, bits=latent.bits, group=latent.group
+        )
 
     def geometries(self, spec: SourceSpec, ranks: list[int] | None = None) -> tuple[MLAGeometry, ...]:
         """The geometry of each layer of ``spec``.
@@ -197,7 +207,7 @@ class Recipe:
         """
         common = self.geometry(spec)
         if ranks is None:
-            if self.searches_layer_ranks:
+            if self.searches_layer_ranks and not common.is_full_rank:
                 raise ValueError("latent.ranks is 'measured'; expected ranks (latent.ranks finds them)")
             if isinstance(self.latent.ranks, str):
                 return (common,) * spec.num_layers
@@ -241,6 +251,8 @@ class Recipe:
 
     def needs_calibration(self, geometry: MLAGeometry) -> bool:
         """True where any statistic of calibration text enters the weights."""
+        if geometry.has_codes:
+            return True
         if geometry.is_full_rank:
             return False
         selects = geometry.qk_nope_head_dim > 0 and self.rope_rule.reads_statistics

@@ -9,11 +9,13 @@ from typing import Any, ClassVar, Literal, get_args
 
 from mha2mla.checkpoints import did_you_mean
 from mha2mla.conversion.extension import RecipeObject, is_registered, named_or_itself
+from mha2mla.geometry import LATENT_BITS, LATENT_GROUPS
 
 Selection = Literal["high", "low", "uniform", "2-norm", "rotation", "rorope", "rorope-2", "rorope-4"]
 LongropeTable = Literal["short", "long"]
 LowRank = Literal["svd-joint", "svd-split", "balanced-pca", "whitened-joint"]
 UpProjections = Literal["kv-head", "query-head"]
+Basis = Literal["importance", "balanced", "components", "rotation", "plain"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,10 @@ def is_number(value: Any) -> bool:
 
 def int_from(least: int, most: int) -> Check:
     return Check(f"an int from {least} to {most}", lambda value: is_int(value) and least <= value <= most)
+
+
+def int_of(*choices: int) -> Check:
+    return Check(f"one of {', '.join(map(str, choices))}", lambda value: is_int(value) and value in choices)
 
 
 def each_is(check: Check) -> Check:
@@ -164,6 +170,13 @@ class Latent(Stage):
         up_projections: heads of W_UK and W_UV: per ``"kv-head"``, as the source's maps are, or per
             ``"query-head"``, as DeepSeek's: the same cache and the same decode kernel, more weights and longer
             prefills, and gradient steps lose less with them. Without gradient steps the same model.
+        bits: of a cached element, in the layout ``latent``: 16 for the model's dtype, or 8, 4 or 3 for integer codes in
+            a basis that becomes part of the weights. A ``cache_ratio`` counts their bytes with scales and offsets, and
+            ranks are multiples of ``group``.
+        group: elements whose codes share a scale and an offset.
+        basis: to quantise in, by name or as a ``BasisRule``. ``"importance"``: F^½ rotated, F = E[g gᵀ] of gradients of
+            the predictions; ``"balanced"``: what by second order loses least; ``"components"``: principal components,
+            rotated inside groups; ``"rotation"``; ``"plain"``: none. Each is a class of ``latent.basis``.
     """
 
     prefix: ClassVar[str] = "latent."
@@ -175,12 +188,18 @@ class Latent(Stage):
             lambda value: value in ("uniform", "measured") or (bool(value) and _RANKS.allows(value)),
         ),
         "up_projections": one_of(*get_args(UpProjections)),
+        "bits": int_of(*LATENT_BITS),
+        "group": int_of(*LATENT_GROUPS),
+        "basis": object_or("latent.basis", one_of(*get_args(Basis)), "BasisRule"),
     }
 
     rule: LowRank = "whitened-joint"
     centered: bool = True
     ranks: list[int] | Literal["uniform", "measured"] = "uniform"
     up_projections: UpProjections = "kv-head"
+    bits: int = 16
+    group: int = 32
+    basis: Basis = "importance"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from mha2mla.conversion.stages import Check, Stage, int_from, is_int, one_of, positive
-from mha2mla.geometry import MLAGeometry
+from mha2mla.geometry import MLAGeometry, code_bytes
 
 if TYPE_CHECKING:
     from mha2mla.conversion.families import SourceSpec
@@ -91,7 +91,8 @@ class Target(Stage):
     Args:
         layout: ``"per-group"`` keeps one rotary key per kv head, ``"shared"`` one for all heads (DeepSeek's layout);
             ``"latent"`` caches none: one for all heads is computed from the latent when it is read.
-        cache_ratio: cached numbers after / before, in (0, 1]; never exceeded. 1.0 is full rank: every pair stays
+        cache_ratio: cached bytes after / before, both with elements of 16 bits but where ``latent.bits`` says fewer, in
+            (0, 1]; never exceeded. 1.0 is full rank: every pair stays
             rotary, the latent holds the values, the model is the source to rounding. Otherwise ``rope.share`` of the
             budget is rotary, rounded to the nearest multiple of 8 per rope head (at least 8), and what is left,
             rounded down to a multiple of 8, is latent. In the latent layout all of it is, and 1.0 holds keys and
@@ -128,21 +129,27 @@ class Target(Stage):
         if self.kv_lora_rank is None and self.cache_ratio is None:  # so that records say what was meant
             object.__setattr__(self, "cache_ratio", DEFAULT_CACHE_RATIO)
 
-    def geometry(self, spec: SourceSpec, rope_share: float | None, *, per_query_head: bool) -> MLAGeometry:
+    def geometry(
+        self, spec: SourceSpec, rope_share: float | None, *, per_query_head: bool, bits: int = 16, group: int = 32
+    ) -> MLAGeometry:
         """The geometry of a converted layer of ``spec``.
 
         Args:
             rope_share: of a ``cache_ratio``'s budget; None: the layout's own.
             per_query_head: whether W_UK and W_UV are given per query head.
+            bits, group: of the latent's codes.
 
         Raises:
-            ValueError: the target does not fit the source (more pairs or more rank than it has, or a budget too small).
+            ValueError: the target does not fit the source (more pairs or more rank than it has, or a budget too small);
+                or codes are asked for in a layout that caches rotary keys.
         """
         layout = LAYOUTS[self.layout]
         kv_heads, head_dim, groups = spec.num_key_value_heads, spec.head_dim, layout.rope_heads(spec)
         key_width = kv_heads * head_dim
         all_pairs = key_width // groups
-        rope, rank = self._widths(key_width, head_dim, groups, rope_share)
+        if bits < 16 and layout.has_rope_cache:
+            raise ValueError(f"latent.bits is {bits} in the {self.layout} layout; expected 16, or layout: latent")
+        rope, rank = self._widths(key_width, head_dim, groups, rope_share, bits, group)
         if rope > all_pairs:
             raise ValueError(
                 f"qk_rope_head_dim is {rope}; expected at most {all_pairs}, all the pairs that {kv_heads} kv heads"
@@ -164,32 +171,39 @@ class Target(Stage):
             num_key_value_heads=kv_heads,
             num_up_projection_heads=spec.num_attention_heads if per_query_head else kv_heads,
             rope_from_latent=not layout.has_rope_cache,
+            latent_bits=bits,
+            latent_group=group,
         )
 
-    def _widths(self, key_width: int, head_dim: int, groups: int, rope_share: float | None) -> tuple[int, int]:
+    def _widths(
+        self, key_width: int, head_dim: int, groups: int, rope_share: float | None, bits: int, group: int
+    ) -> tuple[int, int]:
         """d_r and d_c."""
         if self.kv_lora_rank is not None:
             return self.qk_rope_head_dim, self.kv_lora_rank
         all_pairs, layout = key_width // groups, LAYOUTS[self.layout]
-        if self.cache_ratio == 1.0:
-            return all_pairs, key_width if layout.has_rope_cache else 2 * key_width
         budget = math.floor(self.cache_ratio * 2 * key_width + 1e-9)
+        granule = GRANULE
+        if bits < 16:  # as many elements as the budget's bytes hold in codes
+            granule, budget = group, 2 * budget // code_bytes(group, bits, group) * group
+        if self.cache_ratio == 1.0 or budget >= 2 * key_width:
+            return all_pairs, key_width if layout.has_rope_cache else 2 * key_width
         if not layout.has_rope_cache:
-            rank = self._rank(budget, 0, "nothing rotary")
+            rank = self._rank(budget, 0, "nothing rotary", granule)
             return layout.free_width(key_width, head_dim, rank), rank
         if rope_share is None:
             rope_share = layout.share_of(budget, head_dim)
         rope = max(GRANULE, GRANULE * math.floor(rope_share * budget / groups / GRANULE + 0.5))
         rope = min(rope, all_pairs // 2 * 2)
-        return rope, self._rank(budget, rope * groups, f"the smallest rotary part ({groups} x {rope})")
+        return rope, self._rank(budget, rope * groups, f"the smallest rotary part ({groups} x {rope})", granule)
 
-    def _rank(self, budget: int, rotary: int, what: str) -> int:
+    def _rank(self, budget: int, rotary: int, what: str, granule: int) -> int:
         """d_c of what ``rotary`` numbers leave of a budget."""
-        rank = (budget - rotary) // GRANULE * GRANULE
-        if rank < GRANULE:
+        rank = (budget - rotary) // granule * granule
+        if rank < granule:
             raise ValueError(
                 f"cache_ratio is {self.cache_ratio}, {budget} numbers per token and layer, of which {what} leaves"
-                f" {budget - rotary} for the latent; expected {GRANULE} or more: use a larger ratio, or the shared or"
+                f" {budget - rotary} for the latent; expected {granule} or more: use a larger ratio, or the shared or"
                 " latent layout"
             )
         return rank

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from mha2mla.conversion.latent.basis import LatentBasis, latent_statistics
 from mha2mla.eval.generation import GenerationRow, GenerationSettings, compare_generation
-from mha2mla.eval.latent_basis import CALIBRATION_TEXT, LatentBasis, calibration_tokens, latent_statistics
 from mha2mla.eval.loading import load_model, load_tokenizer
 from mha2mla.eval.probes import ProbeRow, ProbeSettings, run_probes
 from mha2mla.eval.quantized_caches import ComparedCache, KVCodes, LatentCodes, QuantizedKV, QuantizedLatent
@@ -33,6 +33,7 @@ TEXTS = ("builtin:stdlib", "builtin:licences", "builtin:opticks")  # three kinds
 LENGTHS: tuple[int | None, ...] = (512, 2048, None)
 MAX_TOKENS = 3 * 8192
 POSITION_PARTS = 8
+BASIS_TEXT, BASIS_LENGTH, BASIS_TOKENS = "builtin:pydoc", 1024, 4096  # that bases of latents are computed from
 
 COLUMNS = {
     "text": "text",
@@ -179,7 +180,7 @@ def evaluate_quality(
         max_tokens: tokens of each text to read at most, rounded down to whole windows, but to no less than one.
         metrics: further metrics, measured beside perplexity, KL and agreement; their columns stand in every row.
         caches: also compare the source over a quantised KV cache (``KVCodes``), and the converted model over quantised
-            latents (``LatentCodes``), whose basis is computed from :data:`~mha2mla.eval.latent_basis.CALIBRATION_TEXT`.
+            latents (``LatentCodes``), whose basis is computed from :data:`BASIS_TEXT`.
         probes: also ask what needs far context (:mod:`mha2mla.eval.probes`); True takes the window lengths that were
             measured, and the last text.
         generation: also compare greedy continuations (:mod:`mha2mla.eval.generation`); True takes the last text.
@@ -210,7 +211,7 @@ def evaluate_quality(
     windows, skipped = _all_windows(tokenizer, contents, lengths, longest, max_tokens)
     if not windows:
         raise ValueError(f"lengths is {list(lengths)}: nothing can be measured; {'; '.join(skipped)}")
-    calibration = calibration_tokens(tokenizer, longest) if _codes_latents(caches, texts, converted) else None
+    calibration = basis_tokens(tokenizer, longest) if _codes_latents(caches, texts, converted) else None
     compared = [partial(ComparedCache, converted), *quantized_caches(source, converted, caches, calibration)]
     rows, by_position = _compare_windows(source, compared, metrics, contents, windows, progress)
     if probes is True:
@@ -253,6 +254,12 @@ def _with_metrics(metrics: Sequence[Metric]) -> dict[str, str]:
     return columns
 
 
+def basis_tokens(tokenizer: Any, longest: int | None = None) -> torch.Tensor:
+    """int64 [windows, length] of :data:`BASIS_TEXT`, no longer than ``longest``."""
+    length = min(BASIS_LENGTH, longest or BASIS_LENGTH)
+    return token_windows(tokenizer, load_text(BASIS_TEXT), length, BASIS_TOKENS // length, seed=0)
+
+
 def quantized_caches(
     source: torch.nn.Module,
     converted: torch.nn.Module,
@@ -271,7 +278,7 @@ def quantized_caches(
         if isinstance(codes, KVCodes):
             found.append(partial(QuantizedKV, source, codes))
         else:
-            basis = replace(codes, bits=8, scale_bits=16, exact_sinks=True)
+            basis = replace(codes, bits=8, scale_bits=16, sinks=True)
             if basis not in bases:
                 bases[basis] = codes.bases(statistics)
             found.append(partial(QuantizedLatent, converted, codes, bases[basis]))
@@ -281,8 +288,8 @@ def quantized_caches(
 def _codes_latents(caches: Sequence[KVCodes | LatentCodes], texts: Sequence[str], converted: torch.nn.Module) -> bool:
     if not any(isinstance(codes, LatentCodes) for codes in caches):
         return False
-    if CALIBRATION_TEXT in texts:
-        raise ValueError(f"texts has {CALIBRATION_TEXT!r}, from which bases are computed; expected other texts")
+    if BASIS_TEXT in texts:
+        raise ValueError(f"texts has {BASIS_TEXT!r}, from which bases are computed; expected other texts")
     if not hasattr(converted.config, "kv_lora_rank"):
         raise ValueError(f"converted has model_type {converted.config.model_type!r}; expected latents to quantise")
     return True

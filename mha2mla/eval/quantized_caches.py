@@ -21,15 +21,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from mha2mla.eval.latent_basis import BASES, BasisName, LatentBasis, LatentStatistics, LatentTap, latent_basis
-from mha2mla.kernels.group_codes import GroupQuantizer
+from mha2mla.conversion.latent.basis import BasisRule, LatentBasis, LatentStatistics, LatentTap
+from mha2mla.kernels import GroupQuantizer
 from mha2mla.modeling.config import cache_bytes_per_token
 from mha2mla.predictions import run_without_cache
 
 QUANTIZED_KV = "mha2mla_quantized_kv"  # attn_implementation
 _QUERIES_AT_ONCE = 512
 _GROUPINGS = ("channel", "token")
-_SINK_INDEX_BITS = 32  # index of a row that stays exact
 
 
 class ComparedCache:
@@ -255,25 +254,24 @@ class LatentCodes:
 
     Args:
         bits: of a code.
-        basis: to quantise in (:func:`~mha2mla.eval.latent_basis.latent_basis`).
-        group, scale_bits: of :class:`~mha2mla.kernels.group_codes.GroupQuantizer`.
-        exact_sinks: the first token of a text, and rows of outlying energy, stay in 16 bits, beside their codes.
-        power: of the basis ``"importance"``.
+        basis: to quantise in: a ``BasisRule``, or the name of one.
+        group, scale_bits: of :class:`~mha2mla.kernels.GroupQuantizer`.
+        sinks: rows are coded as differences from the nearer of two centers, of ordinary and of first tokens; False:
+            from the first one.
 
     Raises:
         ValueError: a value outside these.
     """
 
     bits: int
-    basis: BasisName = "importance"
+    basis: str | BasisRule = "importance"
     group: int | None = 32
     scale_bits: int = 16
-    exact_sinks: bool = True
-    power: float = 0.5
+    sinks: bool = True
 
     def __post_init__(self) -> None:
-        if self.basis not in BASES:
-            raise ValueError(f"basis is {self.basis!r}; expected one of {BASES}")
+        if isinstance(self.basis, str) and self.basis not in BasisRule.names():
+            raise ValueError(f"basis is {self.basis!r}; expected one of {BasisRule.names()}, or a BasisRule")
         self.quantizer()
 
     def quantizer(self) -> GroupQuantizer:
@@ -285,7 +283,8 @@ class LatentCodes:
 
     def bases(self, statistics: Sequence[LatentStatistics]) -> list[LatentBasis]:
         """The basis of every layer."""
-        return [latent_basis(self.basis, layer, group=self.group, power=self.power) for layer in statistics]
+        rule = BasisRule.find(self.basis)
+        return [rule.basis(layer, self.group or len(layer.mean)) for layer in statistics]
 
 
 class QuantizedLatent(ComparedCache):
@@ -300,39 +299,26 @@ class QuantizedLatent(ComparedCache):
     def __init__(self, model: nn.Module, codes: LatentCodes, bases: Sequence[LatentBasis]) -> None:
         super().__init__(model, codes.name)
         self.codes, self.bases = codes, bases
-        self._rows = 0
-        self._exact_bits = torch.zeros((), dtype=torch.int64, device=model.device)
 
     def cache(self) -> CodedLatents:
         """An empty cache, for any forward passes of one batch."""
         return CodedLatents(self)
 
     def run(self, module: nn.Module, ids: Tensor) -> Any:
-        self._rows += ids.numel()
         return module(input_ids=ids, use_cache=True, past_key_values=self.cache())
 
-    def round(self, latent: Tensor, layer_idx: int, is_first: bool) -> Tensor:
-        """Latents [B, S, d_c] of a text's first or later tokens, as the cache of a layer gives them back."""
+    def round(self, latent: Tensor, layer_idx: int) -> Tensor:
+        """Latents [B, S, d_c] as the cache of a layer gives them back."""
         basis = self.bases[layer_idx]
-        encoded = basis.encode(latent)
-        rounded = basis.decode(self.codes.quantizer().round(encoded)).to(latent.dtype)
-        if not self.codes.exact_sinks:
-            return rounded
-        exact = basis.is_sink(encoded)
-        if is_first:
-            exact[:, 0] = True
-        self._exact_bits += exact.sum() * (16 * latent.shape[-1] + _SINK_INDEX_BITS)
-        return torch.where(exact[..., None], latent, rounded)
+        centers = basis.centers if self.codes.sinks else basis.centers[:1].expand(2, -1)
+        rounded = self.codes.quantizer().round(basis.encode(latent), centers)
+        return basis.decode(rounded).to(latent.dtype)
 
     def share(self, length: int) -> float:
         config, quantizer = self.model.config, self.codes.quantizer()
         geometries = [config.layer_geometry(layer) for layer in range(config.num_hidden_layers)]
-        row = sum(
-            8 * quantizer.bytes_per_row(each.kv_lora_rank) + 16 * (each.cache_numel_per_token - each.kv_lora_rank)
-            for each in geometries
-        )
-        exact = self._exact_bits.item() / max(self._rows, 1)
-        return (row + exact) / (8 * config.source_cache_bytes_per_token(2))
+        row = sum(quantizer.bytes_per_row(each.kv_lora_rank) + 2 * each.rope_width for each in geometries)
+        return row / config.source_cache_bytes_per_token(2)
 
 
 class CodedLatents(LatentTap):
@@ -344,7 +330,7 @@ class CodedLatents(LatentTap):
         self._quantized = quantized
 
     def seen(self, latent: Tensor, layer_idx: int) -> Tensor:
-        return self._quantized.round(latent, layer_idx, self.get_seq_length(layer_idx) == 0)
+        return self._quantized.round(latent, layer_idx)
 
 
 AttentionInterface.register(QUANTIZED_KV, _attention)

@@ -8,6 +8,7 @@ from mha2mla.kernels.attention_varlen.api import (
 )
 from mha2mla.kernels.causal_attention.api import causal_attention, explain_causal_attention
 from mha2mla.kernels.gqa_decode.api import explain_gqa_decode, gqa_decode, plan_gqa_decode
+from mha2mla.kernels.group_codes import GroupQuantizer
 from mha2mla.kernels.latent_rope import LatentRope, rotary_keys, rotate_keys
 from mha2mla.kernels.mixed_attention.api import gqa_attention, mla_absorbed, mla_attention
 from mha2mla.kernels.mixed_attention.layout import MAX_DECODE_QUERY_LENGTH, absorbs_up_to, is_absorbed
@@ -32,6 +33,7 @@ __all__ = [
     "MAX_EXPANDED_TOKENS",
     "MAX_SLOTS",
     "DecodePlan",
+    "GroupQuantizer",
     "LatentRope",
     "MixedPlan",
     "absorbs_up_to",

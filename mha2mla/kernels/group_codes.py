@@ -18,8 +18,11 @@ class GroupQuantizer:
     """Asymmetric integer codes: a group of elements has one scale and one offset, from its minimum and maximum.
 
     A row is coded by itself, from its float32 values, to the nearest code: the same bytes in any batch, in any order.
-    A coded row is bytes: scales and offsets of its groups, then the codes group by group. A NaN or an infinity makes
+    A coded row is bytes: offsets and scales of its groups, then the codes group by group. A NaN or an infinity makes
     its group NaN and touches no other.
+
+    With ``centers`` [2, width], codes are of a row's difference from the nearer one; the sign of its first scale (of
+    the scales' unit, where scales have 8 bits) says which: negative for the second.
 
     Args:
         bits: of a code, 1 to 8.
@@ -49,36 +52,43 @@ class GroupQuantizer:
         group, groups = self._groups(width)
         return self._scale_bytes(groups) + groups * sum(_plane_bytes(group, plane) for plane, _ in self._planes())
 
-    def encode(self, rows: Tensor) -> Tensor:
+    def encode(self, rows: Tensor, centers: Tensor | None = None) -> Tensor:
         """``rows`` [..., width] of any floating dtype as uint8 [..., bytes_per_row(width)]."""
         width = rows.shape[-1]
         group, count = self._groups(width)
-        padded = rows.float()
+        padded, is_second = rows.float(), None
+        if centers is not None:
+            first, second = (padded - center for center in centers.float())
+            is_second = second.square().sum(-1) < first.square().sum(-1)
+            padded = torch.where(is_second[..., None], second, first)
         if padding := group * count - width:  # by the last element, which leaves minimum and maximum alone
             padded = torch.cat((padded, padded[..., -1:].expand(*padded.shape[:-1], padding)), -1)
         groups = padded.unflatten(-1, (count, group))
-        stored = self._stored_scales(*groups.aminmax(dim=-1))
-        offset, scale = self._scales(stored, count)
+        stored = self._stored_scales(*groups.aminmax(dim=-1), is_second)
+        offset, scale, _ = self._scales(stored, count)
         codes = torch.where(scale > 0, (groups - offset) / scale, 0.0).round().clamp(0, 2**self.bits - 1)
         codes = codes.to(torch.uint8)
         packed = [_pack(codes >> shift & (1 << plane) - 1, plane) for plane, shift in self._planes()]
         return torch.cat((stored, torch.cat(packed, -1).flatten(-2)), -1)
 
-    def decode(self, coded: Tensor, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def decode(
+        self, coded: Tensor, width: int, dtype: torch.dtype = torch.float32, centers: Tensor | None = None
+    ) -> Tensor:
         """Rows [..., width] in ``dtype``, rounded once from float32, of what :meth:`encode` gave."""
         group, count = self._groups(width)
         stored, codes = coded.tensor_split((self._scale_bytes(count),), -1)
-        offset, scale = self._scales(stored, count)
-        planes = codes.unflatten(-1, (count, -1)).split([_plane_bytes(group, each) for each, _ in self._planes()], -1)
-        values = sum(
-            _unpack(packed, plane, group) << shift
-            for packed, (plane, shift) in zip(planes, self._planes(), strict=True)
-        )
-        return (values.float() * scale + offset).flatten(-2)[..., :width].to(dtype)
+        offset, scale, is_second = self._scales(stored, count)
+        planes, sizes = list(self._planes()), [_plane_bytes(group, plane) for plane, _ in self._planes()]
+        packed = codes.unflatten(-1, (count, -1)).split(sizes, -1)
+        values = sum(_unpack(part, plane, group) << shift for part, (plane, shift) in zip(packed, planes, strict=True))
+        rows = (values.float() * scale + offset).flatten(-2)[..., :width]
+        if centers is not None:
+            rows = rows + centers.float()[is_second.long()]
+        return rows.to(dtype)
 
-    def round(self, rows: Tensor) -> Tensor:
+    def round(self, rows: Tensor, centers: Tensor | None = None) -> Tensor:
         """``rows`` [..., width] as their codes give them back, in the same dtype."""
-        return self.decode(self.encode(rows), rows.shape[-1], rows.dtype)
+        return self.decode(self.encode(rows, centers), rows.shape[-1], rows.dtype, centers)
 
     def _groups(self, width: int) -> tuple[int, int]:
         """Elements of a group, and groups of a row."""
@@ -96,32 +106,38 @@ class GroupQuantizer:
     def _scale_bytes(self, groups: int) -> int:
         return 4 * groups if self.scale_bits == 16 else 4 + 2 * groups
 
-    def _stored_scales(self, least: Tensor, most: Tensor) -> Tensor:
-        """Offsets, then scales of groups [..., groups] as uint8; where they have 8 bits, their units first."""
+    def _stored_scales(self, least: Tensor, most: Tensor, is_second: Tensor | None) -> Tensor:
+        """Offsets, then scales of groups [..., groups] as uint8; where they have 8 bits, their units first.
+
+        ``is_second`` [...] makes the first scale, or their unit, negative.
+        """
+        sign = 1 if is_second is None else torch.where(is_second, -1, 1)[..., None]
         levels = 2**self.bits - 1
         if self.scale_bits == 16:
             offset = least.half()
             scale = ((most - offset.float()) / levels).clamp(min=0).half()
-            return torch.cat((offset, scale), -1).view(torch.uint8)
+            return torch.cat((offset, scale[..., :1] * sign, scale[..., 1:]), -1).view(torch.uint8)
         unit = (least.abs().amax(-1, keepdim=True) / 127).bfloat16()
         steps = torch.where(unit > 0, (least / unit.float()).floor().clamp(-128, 127), 0.0)
         scale = ((most - steps * unit.float()) / levels).clamp(min=0)
         scale_unit = (scale.amax(-1, keepdim=True) / 254).bfloat16()  # not below 1/255 when it is rounded
         scale_steps = torch.where(scale_unit > 0, (scale / scale_unit.float()).ceil().clamp(0, 255), 0.0)
-        units = torch.cat((unit, scale_unit), -1).view(torch.uint8)
+        units = torch.cat((unit, scale_unit * sign), -1).view(torch.uint8)
         return torch.cat((units, steps.to(torch.int8).view(torch.uint8), scale_steps.to(torch.uint8)), -1)
 
-    def _scales(self, stored: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-        """Offset and scale [..., groups, 1] in float32."""
+    def _scales(self, stored: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Offset and scale [..., groups, 1] in float32, and whether a row is coded from the second center [...]."""
         if self.scale_bits == 16:
             both = stored.clone(memory_format=torch.contiguous_format).view(torch.float16).float()
             offset, scale = both.chunk(2, -1)
+            is_second = scale[..., 0].signbit()
         else:
             units, steps, scale_steps = stored.split((4, groups, groups), -1)
             units = units.clone(memory_format=torch.contiguous_format).view(torch.bfloat16).float()
             steps = steps.clone(memory_format=torch.contiguous_format).view(torch.int8).float()
             offset, scale = steps * units[..., :1], scale_steps.float() * units[..., 1:]
-        return offset[..., None], scale[..., None]
+            is_second = units[..., 1].signbit()
+        return offset[..., None], scale.abs()[..., None], is_second
 
 
 def _plane_bytes(group: int, plane: int) -> int:

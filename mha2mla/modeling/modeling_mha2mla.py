@@ -71,7 +71,9 @@ class MLAAttention(nn.Module):
     * ``k_b_proj`` [h_up, d_n, d_c] W_UK (absent if d_n is 0), ``v_b_proj`` [h_up, d_v, d_c] W_UV, ``o_proj``;
     * without ``config.has_rope_cache`` encoders end at the latent (``kv_a_proj``, ``k_a_proj`` [d_c, …], biases too),
       and ``k_rope_proj.weight`` [d_r, d_c] is W_KR, ``k_rope_proj.bias`` [d_r] b_KR;
-    * ``inv_freq`` [G, d_r / 2] float32, a buffer that stays float32 whatever the module is cast to.
+    * ``inv_freq`` [G, d_r / 2] float32, a buffer that stays float32 whatever the module is cast to;
+    * with ``config.latent_bits`` below 16, ``latent_centers`` [2, d_c], a buffer: latents that the package's codes are
+      differences from. The form here caches the latent itself, and reads none of these.
     """
 
     def __init__(self, config: MHA2MLAConfig, layer_idx: int, source: nn.Module) -> None:
@@ -108,6 +110,8 @@ class MLAAttention(nn.Module):
         self.o_proj = nn.Linear(heads * geometry.v_head_dim, hidden, bias=config.attention_o_bias)
         frequencies = torch.empty(geometry.num_rope_heads, geometry.qk_rope_head_dim // 2, dtype=torch.float32)
         self.register_buffer("inv_freq", frequencies)
+        if geometry.latent_bits < 16:
+            self.register_buffer("latent_centers", torch.empty(2, latent_dim))
 
     def _count_expanded_heads(self) -> None:
         """Heads of the expanded keys: the fewest that both up-projections and rope heads divide."""
@@ -136,6 +140,8 @@ class MLAAttention(nn.Module):
         pairs = self.inv_freq.shape[1]
         exponent = torch.arange(pairs, dtype=torch.float32, device=self.inv_freq.device) / pairs
         init.copy_(self.inv_freq, (rope_theta**-exponent).expand_as(self.inv_freq))
+        if self.geometry.latent_bits < 16:
+            init.zeros_(self.latent_centers)
 
     def forward(
         self,
@@ -309,6 +315,8 @@ class MHA2MLAPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
     # By transformers' name for "also under from_pretrained(dtype=bfloat16)"; casts after loading: MLAAttention._apply.
     _keep_in_fp32_modules_strict: ClassVar[list[str]] = ["inv_freq"]
+    # Of a checkpoint of codes that is loaded with latent_bits=16.
+    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"latent_centers$"]
     # The source's own class says whether its architecture supports them.
     _supports_sdpa = True
     _supports_flash_attn = True

@@ -134,7 +134,7 @@ def prepare(plan: Plan, work: WorkFolder, folder: Path, files: Mapping[str, File
         spill_bytes=arguments.spill_bytes,
     )
     searches, ranks = {}, None
-    if recipe.searches_layer_ranks:
+    if recipe.searches_layer_ranks and not geometry.is_full_rank:
         ranks, searches["layer_rank_losses"] = _measured_ranks(plan, work, walk)
         searches["layer_ranks"] = ranks
     return Prepared(plan, geometry, replace(walk, geometries=recipe.geometries(spec, ranks)), searches)

@@ -22,6 +22,7 @@ from mha2mla.conversion.result.writer import DEFAULT_SHARD_BYTES
 from mha2mla.conversion.resume import FinishedLayers, WorkFolder, has_pieces
 from mha2mla.conversion.source.files import check_unchanged, faults_of_the_source_named
 from mha2mla.environment import compute_device
+from mha2mla.pipeline.basis import in_quantised_basis
 from mha2mla.pipeline.check import (
     EVALUATION_TEXT,
     EVALUATION_TOKENS,
@@ -148,7 +149,8 @@ def _run(plan: Plan, started: float, seconds: dict[str, float]) -> ConversionRep
             with _timed(seconds, "write"):
                 names = (opened.adapter.attention_names(plan.spec, layer) for layer in range(plan.spec.num_layers))
                 replaced = {name for layer in names for name in layer.values()}
-                written = write_weights(arguments, plan.model, folder, layers.__getitem__, replaced)
+                attention = in_quantised_basis(prepared, layers, config, replaced)
+                written = write_weights(arguments, plan.model, folder, attention, replaced)
             with _timed(seconds, "verify"):
                 check_unchanged(opened.folder, files)
                 exact = (

@@ -219,6 +219,8 @@ class VLLMForCausalLM(nn.Module):
         for name, tensor in weights:
             if self.config.tie_word_embeddings and name.startswith("lm_head."):
                 continue
+            if name.endswith(".latent_centers"):  # of codes: this cache holds latents of 16 bits
+                continue
             if (inner := attention_name(name)) is not None:
                 tensor = modules[name.removesuffix(f".{inner}")].shard.part(inner, tensor)
             experts = expert_parts(name, tensor)

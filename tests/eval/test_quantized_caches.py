@@ -1,4 +1,4 @@
-"""One forward pass over a quantised cache is decoding token by token, and bases are what they are computed to be."""
+"""One forward pass over a quantised cache is decoding token by token."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from mha2mla.eval.latent_basis import BASES, LatentStatistics, LatentTap, latent_basis, latent_statistics
+from mha2mla.conversion.latent.basis import latent_statistics
 from mha2mla.eval.quantized_caches import KVCodes, LatentCodes, QuantizedKV, QuantizedLatent
-from mha2mla.kernels.group_codes import GroupQuantizer
 from tests.modeling import models
 
 LENGTH = 41
@@ -128,112 +127,29 @@ def test_a_pass_over_coded_latents_is_decoding(case):
 
 
 @torch.no_grad()
-def test_the_first_row_of_a_text_and_outliers_are_exact():
+def test_rows_are_coded_from_the_nearer_center():
     found = quantized_latent("latent")
     basis = found.bases[0]
-    latent = basis.mean + 0.01 * torch.randn(1, 6, 24, dtype=torch.float64)
-    latent[0, 4] += 1e3
-    is_exact = (found.round(latent, 0, is_first=True) == latent).all(-1)[0]
-    assert is_exact.tolist() == [True, False, False, False, True, False]
-    assert (found.round(latent, 0, is_first=False) == latent).all(-1)[0].tolist() == [False] * 4 + [True, False]
-    all_coded = quantized_latent("latent", LatentCodes(bits=4, group=8, exact_sinks=False)).round(
-        latent, 0, is_first=True
-    )
-    assert not (all_coded == latent).all(-1).any()
+    near = basis.decode(basis.centers[:, None] + 1e-3 * torch.randn(2, 5, 24, dtype=torch.float64))
+    alone = QuantizedLatent(found.model, LatentCodes(bits=4, group=8, sinks=False), found.bases)
+    lost = [(each.round(near, 0) - near).square().sum((-1, -2)) for each in (found, alone)]
+    assert lost[0][1] < 0.1 * lost[1][1] and torch.equal(lost[0][0], lost[1][0])
 
 
 @torch.no_grad()
-def test_bytes_are_codes_scales_offsets_and_exact_rows():
-    found, ids = quantized_latent("latent per layer"), models.tokens(2, 24)
-    found.run(found.model, ids)
+def test_bytes_are_codes_scales_and_offsets():
+    found = quantized_latent("latent per layer")
     config = found.model.config
-    widths, rows = config.kv_lora_rank, ids.numel()
-    exact = found._exact_bits.item()
-    assert exact >= sum(2 * (16 * width + 32) for width in widths), "the first row of each window"
-    coded = sum(-(-width // 8) * (8 * 4 + 32) for width in widths)
-    assert found.share(24) == pytest.approx((coded + exact / rows) / (8 * config.source_cache_bytes_per_token(2)))
+    coded = sum(-(-width // 8) * (8 * 4 + 32) for width in config.kv_lora_rank)
+    assert found.share(24) == pytest.approx(coded / (8 * config.source_cache_bytes_per_token(2)))
 
 
 @torch.no_grad()
 def test_rotary_keys_beside_a_latent_count_as_16_bits():
-    found = quantized_latent("per-group", LatentCodes(bits=8, group=8, exact_sinks=False))
+    found = quantized_latent("per-group", LatentCodes(bits=8, group=8))
     geometry = found.model.config.layer_geometry(0)
     coded = geometry.kv_lora_rank // 8 * (8 * 8 + 32) + 16 * geometry.rope_width
     assert found.share(24) == pytest.approx(coded / (16 * geometry.source_cache_numel_per_token))
-
-
-def statistics(width=32, rows=4096):
-    """Latents whose large directions are not the ones that predictions feel."""
-    spread = torch.logspace(0, -2, width, dtype=torch.float64)
-    turn = torch.linalg.qr(torch.randn(width, width, dtype=torch.float64))[0]
-    latents = (torch.randn(rows, width, dtype=torch.float64) * spread.sqrt()) @ turn.mT + 1
-    mean = latents.mean(0)
-    importance = turn @ torch.diag(spread.flip(0).roll(5) ** 2) @ turn.mT
-    return LatentStatistics(latents.float(), mean, (latents - mean).mT @ (latents - mean) / rows, importance)
-
-
-@pytest.mark.parametrize("name", BASES)
-def test_a_basis_is_undone_and_bounded(name):
-    found = statistics()
-    basis = latent_basis(name, found, group=8)
-    encoded = basis.encode(found.rows)
-    assert models.relative_error(basis.decode(encoded), found.rows) < 1e-5
-    assert torch.linalg.cond(basis.encoder.double()) <= 64 * 1.001
-    if name == "plain":
-        assert torch.equal(encoded, found.rows)
-    else:
-        assert encoded.mean(0).abs().max() < 1e-5
-    median = encoded.square().sum(-1).median().item()
-    assert basis.sink_energy == pytest.approx(10 * median, rel=1e-4)
-
-
-def test_rounding_loses_what_the_basis_predicts():
-    """tr(F e eᵀ) of rounded latents is tr(F S⁻¹) tr(C S) relative to the rotation's; ``balanced`` has the least."""
-    found, quantizer = statistics(), GroupQuantizer(4, 32)
-    predicted, lost = {}, {}
-    for name in ("rotation", "importance", "balanced"):
-        basis = latent_basis(name, found)
-        error = (basis.decode(quantizer.round(basis.encode(found.rows))) - found.rows).double()
-        lost[name] = ((error @ found.importance) * error).sum().item()
-        encoder, decoder = basis.encoder.double(), basis.decoder.double()
-        energy = (encoder @ found.covariance @ encoder.mT).trace()
-        predicted[name] = (energy * (decoder.mT @ found.importance @ decoder).trace()).item()
-    for name in predicted:
-        assert lost[name] / lost["rotation"] == pytest.approx(predicted[name] / predicted["rotation"], rel=0.1)
-    assert predicted["balanced"] < predicted["importance"] < predicted["rotation"]
-    assert predicted["balanced"] < 0.7 * predicted["rotation"]
-
-
-def test_importance_is_of_the_gradient_of_what_the_model_draws():
-    """The sum of squared gradients, from differences of the log-likelihood of the same drawn tokens."""
-    model, ids = models.mla_model("latent").double(), models.tokens(1, 6)
-    (first, _) = latent_statistics(model, ids, seed=3)
-
-    class Shifted(LatentTap):
-        shift = torch.zeros(6, 24, dtype=torch.float64)
-
-        def seen(self, latent, layer_idx):
-            return latent + self.shift if layer_idx == 0 else latent
-
-    @torch.no_grad()
-    def likelihood(shift=None):
-        tap = Shifted(2, has_rope_cache=False)
-        tap.shift = tap.shift if shift is None else shift
-        log_p = model(ids, past_key_values=tap, use_cache=True).logits[0].float().log_softmax(-1)
-        drawn = torch.multinomial(log_p.exp(), 1, generator=torch.Generator().manual_seed(3))
-        if shift is None:
-            likelihood.drawn = drawn
-        return log_p.double().gather(1, likelihood.drawn).sum().item()
-
-    likelihood()
-    squares = torch.zeros(24, dtype=torch.float64)
-    for token in range(1, 6):
-        for channel in range(24):
-            step = torch.zeros(6, 24, dtype=torch.float64)
-            step[token, channel] = 1e-3
-            squares[channel] += ((likelihood(step) - likelihood(-step)) / 2e-3) ** 2 / len(first.rows)
-    assert len(first.rows) == 5
-    assert models.relative_error(first.importance.diagonal(), squares) < 1e-2
 
 
 @pytest.mark.parametrize(

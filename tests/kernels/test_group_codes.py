@@ -47,6 +47,24 @@ def test_rows_are_coded_alone(quantizer, width, seed, exponent):
     assert torch.equal(quantizer.round(rows.double()), decoded.double())
 
 
+@given(st.integers(3, 8), st.sampled_from((8, 16)), st.integers(0, 2**32 - 1))
+@settings(deadline=None)
+def test_a_row_is_coded_from_the_nearer_center(bits, scale_bits, seed):
+    """As far as its center, and as finely as its difference from that; equally far: from the first."""
+    rng, quantizer = np.random.default_rng(seed), GroupQuantizer(bits, 32, scale_bits)
+    centers = torch.from_numpy(rng.standard_normal((2, 64), np.float32) * 8)
+    second = torch.from_numpy(rng.integers(0, 2, 9, dtype=np.int64))
+    difference = torch.from_numpy(rng.standard_normal((9, 64), np.float32)) * 0.01
+    difference[4] = 0  # a row whose scales are zero still says which center
+    rows = centers[second] + difference
+    coded = quantizer.encode(rows, centers)
+    assert coded.shape[-1] == quantizer.bytes_per_row(64)
+    assert torch.equal(torch.cat([quantizer.encode(row[None], centers) for row in rows]), coded)
+    found = quantizer.decode(coded, 64, centers=centers)
+    assert torch.equal(found, centers[second] + quantizer.round(rows - centers[second]))
+    assert torch.equal(quantizer.encode(rows, centers[:1].expand(2, -1)), quantizer.encode(rows - centers[0]))
+
+
 def by_definition(row: torch.Tensor, bits: int, group: int) -> list[float]:
     """What codes of a row [width] give back, one element at a time."""
     found = []

@@ -212,3 +212,30 @@ def test_convert_reads_a_key_projection_three_times(source, tmp_path):
     finally:
         sys.setprofile(None)
     assert reads.count("model.layers.0.self_attn.k_proj.weight") == 3
+
+
+@pytest.mark.parametrize(("family", "given"), [("llama", {"attention_bias": True}), ("qwen3", {}), ("gemma3_text", {})])
+def test_a_folded_basis_changes_no_prediction(family, given, tmp_path):
+    """In 16 bits: of the same layers, which an unfolded conversion of the same rank writes."""
+    source, held_out = tiny.checkpoint(tmp_path / "source", family, **given), tiny.some_tokens(2, 32)
+    keys = {**SHORT, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "layout": "latent"}
+    plain = convert(source, tmp_path / "plain", keys, evaluation=held_out)
+    coded = convert(source, tmp_path / "coded", {**keys, "latent.bits": 4}, evaluation=held_out)
+    assert coded.parity.perplexity_converted == pytest.approx(plain.parity.perplexity_converted, rel=1e-5)
+    assert coded.geometry.has_codes and coded.geometry.kv_lora_rank == 32
+    weights, written = load_file(tmp_path / "plain/model.safetensors"), load_file(tmp_path / "coded/model.safetensors")
+    assert written.keys() - weights.keys() == {
+        f"model.layers.{i}.self_attn.latent_centers" for i in range(coded.num_layers)
+    }
+    changed = {name.rpartition("self_attn.")[2] for name in weights if not torch.equal(weights[name], written[name])}
+    assert "v_b_proj" in changed and not any(name.startswith(("q_", "o_", "model")) for name in changed)
+
+
+@pytest.mark.parametrize(
+    ("keys", "rank", "full"),
+    [({"cache_ratio": 0.2}, 32, False), ({}, 64, True), ({"cache_ratio": 0.2, "latent.bits": 3}, 32, False)],
+)
+def test_a_ratio_counts_the_bytes_of_codes(keys, rank, full, source, tmp_path):
+    """Of 64 cached elements: 32 in 4 bits take 0.156 of the bytes, all of them 0.3125."""
+    report = convert(source, tmp_path / "out", {**SHORT, "latent.bits": 4, **keys})
+    assert (report.geometry.kv_lora_rank, report.geometry.is_full_rank) == (rank, full)

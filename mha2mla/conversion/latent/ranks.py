@@ -47,7 +47,7 @@ def choose_layer_ranks(walk: LayerWalk, *, progress: bool = False) -> tuple[list
     a loss that is not finite (None in what is returned) gets the uniform rank.
     """
     geometry = walk.geometries[0]
-    step = rank_step(geometry.kv_lora_rank)
+    step = geometry.latent_group if geometry.has_codes else rank_step(geometry.kv_lora_rank)
     uniform, full = geometry.kv_lora_rank, geometry.full_kv_lora_rank
     ranks = sorted({min(full, max(step, round(factor * uniform / step) * step)) for factor in FACTORS})
     fitted, judged = walk.windows.divided(_FITTED_TOKENS, _JUDGED_TOKENS)
