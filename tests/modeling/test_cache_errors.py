@@ -8,19 +8,6 @@ from tests.modeling import models
 from tests.modeling.test_cache_machine import OutOfMemory, RaisingAt, contents, same
 
 
-def broken_off(action, cache, stride=1) -> int:
-    """At which allocation ``action`` could not be broken off any more; the cache was as before each time."""
-    for at in range(0, 1000, stride):
-        before = contents(cache)
-        try:
-            with RaisingAt(at):
-                action()
-            return at
-        except OutOfMemory:
-            assert same(before, contents(cache)), f"broken off at allocation {at}"
-    raise AssertionError("never came through")
-
-
 @torch.no_grad()
 def test_growth_interrupted_between_layers():
     """Layers share the places of new tokens: with other numbers of pages each, they would write to other sequences."""
@@ -57,18 +44,6 @@ def test_a_step_whose_loss_fails_has_not_happened():
         assert same(before, contents(cache))
 
 
-@pytest.mark.parametrize("max_cache_len", [None, 32])
-def test_call_with_gradients_counts_in_all_or_none(max_cache_len):
-    """There the layers count by themselves; also in a cache that was used and reset."""
-    model = models.mla_model("per layer")
-    cache = LatentCache(model.config, max_cache_len=max_cache_len)
-    for _ in range(2):
-        ids = models.tokens(2, 5)
-        assert broken_off(lambda ids=ids: model(ids, past_key_values=cache), cache, 9) > 50
-        assert cache.get_seq_length() == 5
-        cache.reset()
-
-
 @torch.no_grad()
 def test_static_cache_that_did_not_fit_fits_fewer():
     model = models.mla_model()
@@ -78,20 +53,6 @@ def test_static_cache_that_did_not_fit_fits_fewer():
     assert cache.nbytes == 0
     model(models.tokens(2, 5), past_key_values=cache)
     assert cache.batch_size == 2
-
-
-@torch.no_grad()
-def test_nan_behind_a_crop_stays_there():
-    """A static cache in the expanded form attends over its whole capacity: masked, but 0 * NaN is NaN."""
-    model = models.mla_model(attention_backend="mla_expanded")
-    ids = models.tokens(2, 12)
-    cache = LatentCache(model.config, max_cache_len=32)
-    expected = model(ids, use_cache=False).logits[:, 8:]
-    model(ids[:, :8], past_key_values=cache)
-    model(inputs_embeds=torch.full((2, 5, 48), torch.nan), past_key_values=cache)
-    cache.crop(-5)
-    logits = model(ids[:, 8:], past_key_values=cache).logits
-    assert models.relative_error(logits, expected) < models.TOLERANCE
 
 
 def test_what_inference_mode_cached_goes_on_outside():

@@ -235,12 +235,6 @@ def test_pages_and_recordings_are_used_again(recorded):
     assert len(recorded) == 4
 
 
-def test_fusing_weights_keeps_recordings(recorded):
-    model, inputs = captured_model(**LARGE), padded(9, 4)
-    sequences = [generate(model, inputs).sequences for _ in range(2)]
-    assert torch.equal(*sequences) and len(recorded) == 1
-
-
 def test_large_caches_are_not_kept(recorded):
     model, inputs = captured_model(num_hidden_layers=1), padded(*[4] * 60)
     for count in (1, 2):

@@ -1,7 +1,5 @@
 """Weights in and out of a folder: names, dtypes, tied embeddings, construction without memory."""
 
-import json
-
 import pytest
 import torch
 from safetensors import safe_open
@@ -111,15 +109,6 @@ def test_resized_embeddings(tmp_path):
     expected = model(ids).logits
     model.save_pretrained(tmp_path)
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, expected)
-
-
-def test_shards(tmp_path):
-    model = models.mla_model()
-    model.save_pretrained(tmp_path, max_shard_size="50KB")
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert set(index["weight_map"]) == set(model.state_dict()) and len(set(index["weight_map"].values())) > 1
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("case", models.GEOMETRIES)

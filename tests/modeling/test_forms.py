@@ -6,7 +6,7 @@ from transformers import DynamicCache, StaticCache
 
 from mha2mla.kernels import absorbs_up_to
 from mha2mla.modeling import LatentCache, backends
-from tests.few import each, few
+from tests.few import each
 from tests.modeling import models
 from tests.modeling.models import TOLERANCE
 
@@ -51,41 +51,6 @@ def test_cached_equals_uncached_in_both_forms(case, static, monkeypatch):
     assert calls == 2 * [length for length in (1, 1, 4, 3, 1, 1, 2) for _ in range(2)]
 
 
-@each("query_length, case", range(2, 9), ["sliding", "some sliding", "latent sliding"])
-@torch.no_grad()
-def test_several_tokens_under_a_window_are_absorbed(case, query_length, monkeypatch):
-    """Each query has its own first token, before the window is full and after; one sequence begins with padding."""
-    calls = absorbed_calls(monkeypatch)
-    model = models.mla_model(case)
-    ids = models.tokens(2, 5 + 4 * query_length)
-    mask = torch.ones_like(ids)
-    mask[1, :4] = 0
-    logits = {}
-    for form in ("expanded", "absorbed"):
-        model.config.attention_backend = models.FORMS[form]
-        # How much a static cache holds is no host's business: up to 8 tokens that makes no difference.
-        cache = LatentCache(model.config, max_cache_len=40 if query_length == 8 else None, page_size=16)
-        pieces = []
-        for stop in range(5, ids.shape[1] + 1, query_length):
-            part = slice(0 if stop == 5 else stop - query_length, stop)
-            pieces.append(model(ids[:, part], attention_mask=mask[:, :stop], past_key_values=cache).logits)
-        logits[form] = torch.cat(pieces[1:], dim=1)
-    assert calls == [5] * 2 + [query_length] * 2 * 4
-    assert models.relative_error(logits["absorbed"], logits["expanded"]) < TOLERANCE
-
-
-@pytest.mark.parametrize("case", ["per-group", "shared", "per-head"])
-@torch.no_grad()
-def test_eager_attention(case):
-    model = models.mla_model(case)
-    ids = models.tokens(2, 20)
-    expected = model(ids, use_cache=False).logits
-    model.set_attn_implementation("eager")
-    assert models.relative_error(model(ids, use_cache=False).logits, expected) < TOLERANCE
-    model.config.attention_backend = "mla_expanded"
-    assert models.relative_error(decode(model, ids, [9, 10, 14]), expected) < TOLERANCE
-
-
 @pytest.mark.parametrize("case", models.GEOMETRIES)
 @torch.no_grad()
 def test_stock_caches_serve_the_expanded_form(case):
@@ -95,63 +60,6 @@ def test_stock_caches_serve_the_expanded_form(case):
     caches = [DynamicCache(), DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=32)]
     for cache in caches:
         assert models.relative_error(decode(model, ids, [12, 13, 14, 18, 29], cache), expected) < TOLERANCE
-
-
-@few(
-    "case, form, static",
-    [("per-group", "absorbed", False), ("sliding", "absorbed", True), ("some sliding", "expanded", False)]
-    + [("latent", "absorbed", True), ("latent some sliding", "expanded", False), ("latent per layer", "auto", False)]
-    + [("sliding", "expanded", True), ("some sliding", "absorbed", True), ("per-group", "expanded", False)]
-    + [("per-group", "absorbed", True), ("sliding", "absorbed", False), ("some sliding", "expanded", True)]
-    + [("sliding", "expanded", False), ("some sliding", "absorbed", False), ("per-group", "expanded", True)],
-    count=9,
-)
-@torch.no_grad()
-def test_left_padding(case, form, static):
-    """A padded batch is its sequences, one by one; through prefill, single tokens and several."""
-    model = models.mla_model(case, attention_backend=models.FORMS[form])
-    lengths, total, tail = (15, 9, 2), 15, 14
-    ids = models.tokens(3, total + tail)
-    mask = torch.ones_like(ids)
-    alone = []
-    for row, length in enumerate(lengths):
-        mask[row, : total - length] = 0
-        alone.append(model(ids[row : row + 1, total - length :], use_cache=False).logits[0])
-    cache = LatentCache(model.config, max_cache_len=total + tail if static else None, page_size=16)
-    position = (mask.cumsum(1) - 1).clamp(min=0)
-    start = 0
-    for stop in (total, 16, 17, 18, 22, 28, 29):
-        part = slice(start, stop)
-        logits = model(
-            ids[:, part], attention_mask=mask[:, :stop], position_ids=position[:, part], past_key_values=cache
-        ).logits
-        for row, length in enumerate(lengths):
-            first = max(total - length, start)
-            expected = alone[row][first - (total - length) : stop - (total - length)]
-            assert models.relative_error(logits[row, first - start :], expected) < TOLERANCE
-        start = stop
-
-
-@torch.no_grad()
-def test_a_mask_with_holes_is_expanded(monkeypatch):
-    """The op takes one first token per sequence: right padding would be attended to."""
-    calls = absorbed_calls(monkeypatch)
-    model = models.mla_model()
-    ids = models.tokens(2, 13)
-    mask = torch.ones_like(ids)
-    mask[1, 9:12] = 0
-    expected = model(ids, attention_mask=mask, use_cache=False).logits[:, -1]
-    cache = model(ids[:, :12], attention_mask=mask[:, :12]).past_key_values
-    logits = model(ids[:, 12:], attention_mask=mask, past_key_values=cache).logits[:, -1]
-    assert models.relative_error(logits, expected) < TOLERANCE and not calls
-    cache.crop(-1)
-    model.config.attention_backend = "mla_reference"  # by name too: the expanded form obeys
-    logits = model(ids[:, 12:], attention_mask=mask, past_key_values=cache).logits[:, -1]
-    assert models.relative_error(logits, expected) < TOLERANCE and not calls
-    cache.reset()
-    model(ids[:, :12], past_key_values=cache)
-    model(ids[:, 12:], past_key_values=cache)
-    assert calls == [1, 1]
 
 
 @torch.no_grad()
@@ -239,16 +147,3 @@ def test_eight_bit_latents_through_every_form(static, case):
     geometry = config.layer_geometry(0)
     per_token = geometry.kv_lora_rank + 4 + 4 * geometry.rope_width
     assert cache.nbytes == 2 * cache.capacity * config.num_hidden_layers * per_token
-
-
-def test_report():
-    model = models.mla_model("some sliding")
-    report = model.attention_report()
-    assert [line.layer_idx for line in report] == [0, 1]
-    assert [line.sliding_window for line in report] == [None, models.WINDOW]
-    assert all(line.form == "absorbed" and line.backend == "mla_reference" and line.reason for line in report)
-    assert report[0].geometry == model.config.layer_geometry(0)
-    assert {line.form for line in model.attention_report(query_length=100)} == {"expanded"}
-    model.config.attention_backend = "mla_paged"
-    with pytest.raises(ValueError, match="attention backend 'mla_paged' refuses: dtype is float32"):
-        model(models.tokens(1, 4))

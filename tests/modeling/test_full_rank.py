@@ -30,19 +30,6 @@ def test_logits_are_the_sources(case, implementation, rope_from_latent, build):
     assert models.relative_error(shifted, source(ids, position_ids=positions).logits) < 1e-5
 
 
-@each("case, form", models.SOURCES, ["absorbed", "expanded"])
-@torch.no_grad()
-def test_cached_decode(case, form):
-    source = models.source_model(case)
-    model = full_rank(source, attention_backend=models.FORMS[form])
-    ids = models.tokens(2, 30)
-    expected = source(ids).logits
-    cache = model(ids[:, :14]).past_key_values
-    for step in range(14, 30):
-        logits = model(ids[:, step : step + 1], past_key_values=cache).logits[:, 0]
-        assert models.relative_error(logits, expected[:, step]) < 1e-5
-
-
 @each("case, rope_from_latent", models.SOURCES, [False, True])
 def test_greedy_tokens_of_a_padded_batch(case, rope_from_latent, build):
     source = models.source_model(case)

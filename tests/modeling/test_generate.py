@@ -124,16 +124,6 @@ def test_assisted_generation_crops_the_cache(case):
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_chunked_prefill(kind, case):
-    model = models.mla_model(case)
-    inputs = models.padded(23, 11)
-    options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": kind, "disable_compile": True}
-    expected = model.generate(**inputs, **options)
-    assert torch.equal(model.generate(**inputs, prefill_chunk_size=10, **options), expected)
-
-
-@pytest.mark.parametrize("case", LAYOUTS)
 def test_continuing_from_a_cache(case):
     """A second turn over what the first one cached."""
     model = models.mla_model(case)

@@ -118,19 +118,6 @@ def test_a_hole_that_appears_in_a_one_token_step(max_cache_len):
 
 
 @torch.no_grad()
-def test_right_padded_rows_fed_token_by_token():
-    """Rows that are over while others go on are padding behind, which is no hole; going on behind it makes it one."""
-    model = models.mla_model()
-    ids, mask = models.tokens(3, 12), torch.ones(3, 12, dtype=torch.long)
-    mask[1, 4:9], mask[2, 7:9] = 0, 0
-    expected = uncached(model, ids, mask)
-    cache = LatentCache(model.config)
-    for at in range(12):
-        logits = model(ids[:, at : at + 1], attention_mask=mask[:, : at + 1], past_key_values=cache).logits
-        assert_same(logits, expected[:, at : at + 1], mask[:, at : at + 1])
-
-
-@torch.no_grad()
 def test_prompt_mask_findings_serve_later_steps(monkeypatch):
     """As on an accelerator: the prompt is looked at, single tokens are not, and yet a right-padded prompt goes on."""
     model = models.mla_model()

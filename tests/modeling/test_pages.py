@@ -145,13 +145,6 @@ def test_growth_from_a_full_shared_page_copies_nothing():
     assert allocator.pages(first) == allocator.pages(second)[:1]
 
 
-def test_freed_pages_are_used_again():
-    allocator = PageAllocator(2, 4)
-    first = allocated(allocator, 8)
-    allocator.free(first)
-    assert set(allocator.pages(allocated(allocator, 8))) == {0, 1}
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
