@@ -10,15 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-import mha2mla
 from mha2mla.conversion.families import UnsupportedSourceError
 from mha2mla.conversion.source.checkpoint import CheckpointError
 from mha2mla.conversion.source.opening import open_source
 from mha2mla.eval.loading import load_tokenizer
 from mha2mla.pipeline import run
 from tests.conversion import tiny
+from tests.folders import edit_config, edit_json, edit_weights
 
 NAN, INF = float("nan"), float("inf")
 DEEP = json.loads("[" * 500 + "]" * 500)
@@ -101,13 +100,6 @@ def damaged(source, tmp_path):
     return folder
 
 
-def edit(folder, **keys):
-    path = folder / "config.json"
-    values = {**json.loads(path.read_text()), **keys}
-    path.unlink()
-    path.write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
-
-
 def refused(folder):
     """What is said before any work; fails if nothing is."""
     with pytest.raises((UnsupportedSourceError, CheckpointError)) as caught:
@@ -119,7 +111,7 @@ def refused(folder):
 
 @pytest.mark.parametrize(("keys", "named"), [pytest.param(*rest, id=name) for name, *rest in CONFIGS])
 def test_a_config_that_no_model_has_is_refused_by_the_fields_name(keys, named, damaged):
-    edit(damaged, **keys)
+    edit_config(damaged, **keys)
     assert named in refused(damaged)
 
 
@@ -180,44 +172,36 @@ def test_a_familys_own_fields_are_looked_at(case, keys, named, sources, tmp_path
     folder = tmp_path / "source"
     shutil.copytree(sources(case), folder, copy_function=os.link)
     open_source(folder).model(torch.device("cpu"), torch.float32)
-    edit(folder, **keys)
+    edit_config(folder, **keys)
     assert named in refused(folder)
-
-
-def rewritten(folder, change):
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    path.unlink()
-    save_file({name: tensor.contiguous() for name, tensor in change(tensors).items()}, path, metadata={"format": "pt"})
 
 
 ATTENTION = "model.layers.1.self_attn."
 QUERIES = f"{ATTENTION}q_proj.weight"
+NAMES = tiny.model().state_dict()
 WEIGHTS = [
     *((f"{part} {dtype}".replace("torch.", ""),
-       lambda tensors, part=part, dtype=dtype: {**tensors, part: tensors[part].to(dtype)}, part)
+       {part: lambda x, dtype=dtype: x.to(dtype)}, part)
       for part in (ATTENTION + "k_proj.weight", "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight")
       for dtype in (torch.bool, torch.int8, torch.uint8, torch.int64, torch.complex64, torch.float8_e4m3fn)),
-    *((f"zero {part}", lambda tensors, part=part: {**tensors, part: torch.zeros_like(tensors[part])}, part)
+    *((f"zero {part}", {part: torch.zeros_like}, part)
       for part in (f"{ATTENTION}{letter}_proj.weight" for letter in "qkvo")),
-    *((f"{value} in {part}", lambda tensors, part=part, value=value: {**tensors, part: tensors[part] * value}, part)
+    *((f"{value} in {part}", {part: lambda x, value=value: x * value}, part)
       for part in ("model.layers.1.mlp.down_proj.weight", "model.norm.weight", ATTENTION + "v_proj.weight")
       for value in (NAN, INF)),
-    ("zero embedding", lambda tensors: {**tensors, "model.embed_tokens.weight": torch.zeros(264, 48)},
-     "model.embed_tokens.weight"),
-    ("huge", lambda tensors: {**tensors, ATTENTION + "q_proj.weight": tensors[ATTENTION + "q_proj.weight"] * 1e25},
-     ATTENTION + "q_proj.weight has a value of"),
-    ("a scalar", lambda tensors: {**tensors, "model.norm.weight": torch.tensor(1.0)}, "model.norm.weight"),
-    ("no rows", lambda tensors: {**tensors, "lm_head.weight": torch.zeros(0, 48)}, "lm_head.weight"),
-    ("transposed", lambda tensors: {**tensors, "lm_head.weight": tensors["lm_head.weight"].T}, "lm_head.weight"),
-    ("nothing at all", lambda tensors: {}, "is absent"),
-    ("only one", lambda tensors: {"model.norm.weight": tensors["model.norm.weight"]}, "is absent"),
+    ("zero embedding", {"model.embed_tokens.weight": torch.zeros_like}, "model.embed_tokens.weight"),
+    ("huge", {QUERIES: lambda x: x * 1e25}, f"{QUERIES} has a value of"),
+    ("a scalar", {"model.norm.weight": torch.tensor(1.0)}, "model.norm.weight"),
+    ("no rows", {"lm_head.weight": torch.zeros(0, 48)}, "lm_head.weight"),
+    ("transposed", {"lm_head.weight": torch.t}, "lm_head.weight"),
+    ("nothing at all", dict.fromkeys(NAMES, ...), "is absent"),
+    ("only one", dict.fromkeys(NAMES.keys() - {"model.norm.weight"}, ...), "is absent"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "named"), [pytest.param(*rest, id=name) for name, *rest in WEIGHTS])
 def test_weights_that_no_model_has_are_refused_by_the_tensors_name(change, named, damaged):
-    rewritten(damaged, change)
+    edit_weights(damaged, change)
     with pytest.raises((UnsupportedSourceError, CheckpointError), match=named):
         source = open_source(damaged)
         source.model(torch.device("cpu"), torch.float32)
@@ -227,9 +211,9 @@ def test_weights_that_no_model_has_are_refused_by_the_tensors_name(change, named
 @pytest.mark.parametrize(
     "change",
     [
-        lambda tensors: {**tensors, QUERIES: tensors[QUERIES].to(torch.int8)},
-        lambda tensors: {**tensors, QUERIES: tensors[QUERIES].to(torch.float8_e4m3fn)},
-        lambda tensors: {**tensors, QUERIES: tensors[QUERIES][1:]},
+        {QUERIES: lambda x: x.to(torch.int8)},
+        {QUERIES: lambda x: x.to(torch.float8_e4m3fn)},
+        {QUERIES: lambda x: x[1:]},
         None,
     ],
     ids=["codes", "eight bits", "shape", "cut off"],
@@ -241,7 +225,7 @@ def test_damage_that_headers_show_does_not_wait_for_the_destinations_folder(chan
         path.unlink()
         path.write_bytes(content[: len(content) // 2])
     else:
-        rewritten(damaged, change)
+        edit_weights(damaged, change)
     made = []
     monkeypatch.setattr(run, "temporary_folder", lambda *_, **__: made.append(1))
     with pytest.raises(CheckpointError, match="truncated or damaged" if change is None else QUERIES):
@@ -319,16 +303,12 @@ def test_code_of_the_sources_is_never_run_nor_asked_about(answer, damaged, tmp_p
     """transformers asks on standard input, and runs it when the answer is y."""
     marker = tmp_path / "ran"
     (damaged / "tokenization_own.py").write_text(OWN_CODE.format(marker=str(marker)))
-    for name, values in {
-        "tokenizer_config.json": {"tokenizer_class": "OwnTokenizer", "auto_map": {
-            "AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}},
-    }.items():  # fmt: skip
-        (damaged / name).unlink()
-        (damaged / name).write_text(json.dumps(values))
-    edit(damaged, auto_map={"AutoModelForCausalLM": "tokenization_own.OwnTokenizer"})
+    own = {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}
+    edit_json(damaged / "tokenizer_config.json", tokenizer_class="OwnTokenizer", auto_map=own)
+    edit_config(damaged, auto_map={"AutoModelForCausalLM": "tokenization_own.OwnTokenizer"})
     monkeypatch.setattr("sys.stdin", io.StringIO(answer))
     with pytest.raises(CheckpointError, match="auto_map in tokenizer_config.json names code .* never run"):
-        mha2mla.convert(damaged, tmp_path / "out", device="cpu", progress=False)
+        tiny.convert(damaged, tmp_path / "out")
     with pytest.raises(ValueError, match="custom code"):
         load_tokenizer(str(damaged), "source")
     assert not marker.exists() and not (tmp_path / "out").exists()
@@ -363,16 +343,17 @@ def test_a_tokenizer_that_is_let_go_of_leaves_no_memory_behind(source):
     assert sum(grown[2:]) < 2 << 20
 
 
+ON_TEXT = tiny.Recipe(calibration_tokens=256, calibration_lengths=64)
+
+
 def test_a_layer_without_inputs_is_converted(damaged, tmp_path):
-    rewritten(damaged, lambda tensors: {**tensors, "model.layers.1.input_layernorm.weight": torch.zeros(48)})
-    recipe = tiny.Recipe(calibration_tokens=256, calibration_lengths=64)
-    report = mha2mla.convert(damaged, tmp_path / "out", recipe, evaluation_tokens=64, device="cpu", progress=False)
+    edit_weights(damaged, {"model.layers.1.input_layernorm.weight": torch.zeros_like})
+    report = tiny.convert(damaged, tmp_path / "out", ON_TEXT)
     assert [layer["fallback"] for layer in report.layers] == ["", ""]
 
 
 def test_a_layer_that_overflows_on_text_is_named(damaged, tmp_path):
     norm, keys = "model.layers.1.input_layernorm.weight", "model.layers.1.self_attn.k_proj.weight"
-    rewritten(damaged, lambda tensors: {**tensors, norm: torch.full((48,), 1e14), keys: 1e13 * tensors[keys]})
-    recipe = tiny.Recipe(calibration_tokens=256, calibration_lengths=64)
+    edit_weights(damaged, {norm: torch.full((48,), 1e14), keys: lambda weight: 1e13 * weight})
     with pytest.raises(CheckpointError, match="too large on the calibration text: layer 1: no rule gives a finite"):
-        mha2mla.convert(damaged, tmp_path / "out", recipe, evaluation_tokens=64, device="cpu", progress=False)
+        tiny.convert(damaged, tmp_path / "out", ON_TEXT)

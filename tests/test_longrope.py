@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import mha2mla
 from mha2mla.conversion.calibration import windows
 from tests.conversion import tiny
 
@@ -21,7 +20,7 @@ def source(tmp_path_factory):
 
 
 def convert(source, destination, recipe, **keys):
-    return mha2mla.convert(source, destination, tiny.Recipe(**recipe), device="cpu", progress=False, **keys)
+    return tiny.convert(source, destination, tiny.Recipe(**recipe), **keys)
 
 
 @pytest.mark.parametrize(("table", "length"), [("short", ORIGINAL), ("long", ORIGINAL + 1)])
@@ -29,7 +28,7 @@ def convert(source, destination, recipe, **keys):
 def test_either_table_is_verified_where_the_source_uses_it(table, length, calibration_length, source, tmp_path):
     """The full-rank check failed by itself: it compared the long table with windows that the short one serves."""
     recipe = {**SHORT, "cache_ratio": 1.0, "rope_longrope_table": table, "calibration_lengths": calibration_length}
-    report = convert(source, tmp_path / "out", recipe, evaluation_tokens=256)
+    report = convert(source, tmp_path / "out", recipe)
     assert report.parity.logits_relative_error <= 1e-4
     assert (report.evaluation_length <= ORIGINAL) == (table == "short")
     assert report.calibrated_length == (ORIGINAL if table == "short" else None)  # exact as far as the table reaches
@@ -68,7 +67,7 @@ def test_windows_that_the_source_serves_by_the_other_table_are_refused(keys, nam
 @pytest.mark.parametrize(("table", "length"), [("short", 64), ("long", 96)])
 def test_a_lossy_conversion_is_calibrated_and_measured_by_its_own_table(table, length, source, tmp_path):
     recipe = {**SHORT, "rope_longrope_table": table, "calibration_lengths": length, "cache_ratio": 0.75}
-    report = convert(source, tmp_path / "out", recipe, evaluation_tokens=256)
+    report = convert(source, tmp_path / "out", recipe)
     assert report.evaluation_length == report.calibrated_length == length and report.calibration_tokens == 384
     assert f"the {table} table" in report.rope_note
     recorded = json.loads((tmp_path / "out" / "conversion.json").read_text())

@@ -4,28 +4,20 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import mha2mla
 from mha2mla.conversion import parity
 from mha2mla.conversion.source.opening import open_converted, open_source
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.conversion.target import LAYOUTS
 from mha2mla.modeling.modeling_mha2mla import apply_rope, rotary_cos_sin
 from tests.conversion import tiny
-from tests.conversion.tiny import SHORT
+from tests.conversion.tiny import SHORT, relative
 
 CASES = {"llama": {}, "qwen3": {"head_dim": 24}, "mistral": {"sliding_window": 9}, "qwen2": {}}
 
 
-def converted(tmp_path, tokens, family="llama", recipe=None, **keys):
+def converted(tmp_path, tokens, family="llama", recipe=SHORT, **keys):
     source = tiny.checkpoint(tmp_path / "source", family, **keys)
-    report = mha2mla.convert(
-        source,
-        tmp_path / "out",
-        tiny.Recipe(**SHORT) if recipe is None else recipe,
-        evaluation=tokens,
-        device="cpu",
-        progress=False,
-    )
+    report = tiny.convert(source, tmp_path / "out", recipe, evaluation=tokens)
     models = [
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=kind).eval()
         for folder, kind in ((source, "eager"), (tmp_path / "out", "sdpa"))
@@ -48,10 +40,6 @@ def attention_calls(model, tokens):
     for handle in handles:
         handle.remove()
     return calls, out
-
-
-def relative(actual, expected):
-    return float((actual - expected).double().norm() / expected.double().norm())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -118,16 +106,11 @@ def test_full_rank_has_no_error_in_any_layer(tmp_path):
 
 
 def test_slices_and_blocks_do_not_change_the_numbers(tmp_path, monkeypatch):
-    tokens = tiny.some_tokens(3, 40)
-    whole = mha2mla.convert(
-        tiny.checkpoint(tmp_path / "source"), tmp_path / "one", tiny.Recipe(**SHORT), evaluation=tokens,
-        device="cpu", progress=False,
-    ).parity.to_dict()  # fmt: skip
+    source, tokens = tiny.checkpoint(tmp_path / "source"), tiny.some_tokens(3, 40)
+    whole = tiny.convert(source, tmp_path / "one", evaluation=tokens).parity.to_dict()
     monkeypatch.setattr(parity, "_HEAD_BLOCK", 48 * 50)  # six slices of 264 tokens
     monkeypatch.setattr(parity, "_BLOCK", 7 * 50)
-    parts = mha2mla.convert(
-        tmp_path / "source", tmp_path / "two", tiny.Recipe(**SHORT), evaluation=tokens, device="cpu", progress=False
-    ).parity.to_dict()
+    parts = tiny.convert(source, tmp_path / "two", evaluation=tokens).parity.to_dict()
     layers = zip(whole.pop("layers"), parts.pop("layers"), strict=True)
     assert parts == pytest.approx(whole, rel=1e-5)
     for one, two in layers:

@@ -249,6 +249,12 @@ def logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
         return loaded(tokens).logits
 
 
+def difference(converted: Path, source: Path) -> float:
+    """Relative error of the logits of saved models."""
+    tokens = some_tokens()
+    return relative(logits(converted, tokens), logits(source, tokens))
+
+
 def convert(source, destination, recipe=SHORT, **keys):
     """``mha2mla.convert`` on the CPU, verified over few tokens."""
     keys = {"evaluation_tokens": 256, "device": "cpu", "progress": False, **keys}

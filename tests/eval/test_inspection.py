@@ -1,15 +1,15 @@
-import json
 import shutil
 
 import pytest
-from safetensors.torch import load_file, save_file
+import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import mha2mla
 from mha2mla.checkpoints import CheckpointError
 from mha2mla.cli import main
 from mha2mla.eval.inspection import inspect_checkpoint
 from tests.conversion import tiny
+from tests.folders import edit_json, edit_weights, read_json
 
 
 def test_bytes_of_any_batch_and_length(tiny_converted):
@@ -27,7 +27,7 @@ def test_bytes_of_any_batch_and_length(tiny_converted):
 def test_a_sliding_source_caches_window_minus_one(tmp_path):
     source = tiny.checkpoint(tmp_path / "source", "mistral", sliding_window=9)
     recipe = {"preset": "minimal", "cache_ratio": 1.0}
-    mha2mla.convert(source, tmp_path / "out", recipe, evaluation_tokens=64, device="cpu", progress=False)
+    tiny.convert(source, tmp_path / "out", recipe)
     short, row = inspect_checkpoint(tmp_path / "out", lengths=[8, 80]).cache
     assert short["cache_bytes"] == short["source_cache_bytes"] and short["reduction"] == "0.0%"
     # One token less than the window is kept: the next one sees itself.
@@ -35,7 +35,7 @@ def test_a_sliding_source_caches_window_minus_one(tmp_path):
 
 
 def test_the_record_of_the_conversion_is_shown(tiny_converted, tmp_path, capsys):
-    record = json.loads((tiny_converted / "conversion.json").read_text())
+    record = read_json(tiny_converted / "conversion.json")
     found = inspect_checkpoint(tiny_converted)
     assert found.measured[0]["perplexity_converted"] == record["parity"]["perplexity_converted"]
     assert [row["length"] for row in found.measured] == [record["evaluation_length"]]
@@ -44,7 +44,7 @@ def test_the_record_of_the_conversion_is_shown(tiny_converted, tmp_path, capsys)
 
     written = tmp_path / "inspect.json"
     assert main(["inspect", str(tiny_converted), "--batch", "[2]", "--length=[7]", "--json", str(written)]) == 0
-    shown = json.loads(written.read_text())
+    shown = read_json(written)
     assert shown["measured"][0]["kl"] == record["parity"]["kl"] and len(shown["layers"]) == 2
     assert [(row["batch"], row["length"]) for row in shown["cache"]] == [(2, 7)]
     out = capsys.readouterr().out
@@ -59,7 +59,7 @@ def test_calibrated_length_is_part_of_a_checkpoint(tiny_converted, tiny_source, 
     assert "| tokens of a sequence that it was made for | | up to 64 |" in (tiny_converted / "README.md").read_text()
 
     exact = {"preset": "minimal", "cache_ratio": 1.0}
-    report = mha2mla.convert(tiny_source, tmp_path / "exact", exact, evaluation_tokens=64, device="cpu", progress=False)
+    report = tiny.convert(tiny_source, tmp_path / "exact", exact)
     assert report.calibrated_length is None
     assert AutoConfig.from_pretrained(tmp_path / "exact").calibrated_length is None
     assert inspect_checkpoint(tmp_path / "exact").summary["calibrated length"] == "any that the source takes"
@@ -71,11 +71,8 @@ def test_a_checkpoint_of_an_earlier_version_is_shown(tiny_converted, tmp_path):
     values that are gone."""
     old = shutil.copytree(tiny_converted, tmp_path / "old")
     for name in ("config.json", "conversion.json"):
-        values = json.loads((old / name).read_text())
-        values.pop("calibrated_length"), values.pop("preset", None)
-        values["recipe"] = {"layout": "per-group", "rope_selection": "uneven", "rope_search": None, "preset": "mha2mla"}
-        values["recipe"]["rope"] = {"share": "auto"}
-        (old / name).write_text(json.dumps(values))
+        recipe = {"layout": "per-group", "rope_selection": "uneven", "rope_search": None, "preset": "mha2mla"}
+        edit_json(old / name, calibrated_length=..., preset=..., recipe={**recipe, "rope": {"share": "auto"}})
     found = inspect_checkpoint(old)
     assert found.summary["calibrated length"] == "not recorded" and found.summary["recipe.preset"] == "mha2mla"
     assert found.summary["recipe.rope_selection"] == "uneven" and found.summary["recipe.rope.share"] == "auto"
@@ -92,7 +89,7 @@ def test_growth_of_the_weights_is_said(tiny_converted, tiny_source):
     """By inspect, record and card."""
     source, model = (AutoModelForCausalLM.from_pretrained(folder) for folder in (tiny_source, tiny_converted))
     before, after = source.num_parameters(), model.num_parameters()
-    record = json.loads((tiny_converted / "conversion.json").read_text())
+    record = read_json(tiny_converted / "conversion.json")
     assert (record["source_parameters"], record["parameters"]) == (before, after)
     assert record["weight_growth"] == after / before != 1
     assert record["source_weight_bytes"] == 4 * before
@@ -116,12 +113,8 @@ def test_verify_finds_a_transposed_square(max_shard_bytes, tmp_path, capsys):
     files = sorted(path.name for path in (tmp_path / "mla").glob("*.safetensors"))
     assert f"weights and code are what the conversion wrote: {len(files) + 2} files" in capsys.readouterr().out
     name = "model.layers.0.self_attn.o_proj.weight"
-    for file in files:
-        tensors = load_file(tmp_path / "mla" / file)
-        if name in tensors:
-            assert tensors[name].shape[0] == tensors[name].shape[1]
-            save_file(tensors | {name: tensors[name].T.contiguous()}, tmp_path / "mla" / file, {"format": "pt"})
-            damaged = file
+    damaged = next(file for file in files if name in load_file(tmp_path / "mla" / file))
+    edit_weights(tmp_path / "mla", {name: torch.t}, damaged)  # a square one
     assert main(["inspect", str(tmp_path / "mla")]) == 0
     assert main(["inspect", str(tmp_path / "mla"), "--verify"]) == 2
     assert f"{damaged} has SHA-256" in capsys.readouterr().err
@@ -129,13 +122,11 @@ def test_verify_finds_a_transposed_square(max_shard_bytes, tmp_path, capsys):
 
 def test_verify_names_what_has_no_digest(tiny_converted, tmp_path, capsys):
     old = shutil.copytree(tiny_converted, tmp_path / "old")
-    for change, message in (
-        (lambda record: record.pop("weights_sha256"), "conversion.json has no weights_sha256"),
-        (lambda record: record.update(weights_sha256={}), "model.safetensors is in one of"),
+    for digests, message in (
+        (..., "conversion.json has no weights_sha256"),
+        ({}, "model.safetensors is in one of"),
     ):
-        record = json.loads((tiny_converted / "conversion.json").read_text())
-        change(record)
-        (old / "conversion.json").write_text(json.dumps(record))
+        edit_json(old / "conversion.json", weights_sha256=digests)
         assert main(["inspect", str(old), "--verify"]) == 2
         assert message in capsys.readouterr().err
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-import mha2mla
 from mha2mla.eval import attention_latency, decode_step_latency, latency, model_latency, op_latency
 from mha2mla.eval.latency import _DecodeStep, fitting_batches, model_rows
 from mha2mla.eval.measurement import COLUMNS, NOT_CHECKED, LatencyRows, add_speed_ups, in_float64
@@ -135,7 +134,7 @@ def test_cached_bytes_count_codes_scales_and_rotary_keys(layout, backend, tiny_c
     folder = tiny_converted
     if layout == "latent":
         folder = tmp_path / "latent"
-        mha2mla.convert(tiny_converted, folder, {"layout": "latent"}, device="cpu", progress=False)
+        tiny.convert(tiny_converted, folder, {"layout": "latent"})
     model = MHA2MLAForCausalLM.from_pretrained(folder, attention_backend=backend)
     (row,) = decode_step_latency({"converted": model}, batch_sizes=(2,), seqlens=(40,), **QUICK)
     geometries = [model.config.layer_geometry(layer) for layer in range(2)]

@@ -1,12 +1,11 @@
 """What every verb reads models with: damaged folders, sources and converted ones, are refused by name."""
 
-import json
 import os
 import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import mha2mla
 from mha2mla.checkpoints import LONGEST_MESSAGE, CheckpointError, shorten
@@ -14,6 +13,7 @@ from mha2mla.cli import main
 from mha2mla.conversion.fit.repeatable import UNGROUPED_SDPA
 from mha2mla.eval.loading import load_model, load_tokenizer
 from tests.conversion.tiny import SdpaCalls
+from tests.folders import edit_config, edit_weights
 
 NORM = "model.norm.weight"
 
@@ -24,27 +24,19 @@ def folder(request, tiny_source, tiny_converted, tmp_path):
     return shutil.copytree(original, tmp_path / request.param)
 
 
-def rewritten(folder, **tensors):
-    values = {**load_file(folder / "model.safetensors"), **{name.replace("_", "."): x for name, x in tensors.items()}}
-    left = {name: tensor for name, tensor in values.items() if tensor is not None}
-    save_file(left, folder / "model.safetensors", {"format": "pt"})
-
-
 @pytest.mark.parametrize(
-    ("value", "message"),
+    ("change", "message"),
     [
-        (None, f"{NORM} is absent"),
-        (torch.full((64,), torch.nan), f"{NORM} has a NaN or infinite"),
-        (torch.full((64,), -torch.inf), f"{NORM} has a NaN or infinite"),
-        (torch.ones(64, dtype=torch.int8), f"{NORM} in model.safetensors has dtype I8"),
-        (torch.ones(63), f"{NORM} has shape"),
+        (..., f"{NORM} is absent"),
+        (lambda weight: weight * torch.nan, f"{NORM} has a NaN or infinite"),
+        (lambda weight: weight * -torch.inf, f"{NORM} has a NaN or infinite"),
+        (lambda weight: weight.to(torch.int8), f"{NORM} in model.safetensors has dtype I8"),
+        (lambda weight: weight[1:], f"{NORM} has shape"),
     ],
     ids=["missing", "NaN", "infinite", "int8", "shape"],
 )
-def test_a_damaged_tensor_is_refused_by_name(value, message, folder):
-    hidden = json.loads((folder / "config.json").read_text())["hidden_size"]
-    value = value if value is None or value.shape != (64,) else value[:1].expand(hidden).contiguous()
-    rewritten(folder, model_norm_weight=value)
+def test_a_damaged_tensor_is_refused_by_name(change, message, folder):
+    edit_weights(folder, {NORM: change})
     with pytest.raises(CheckpointError, match=message):
         mha2mla.load(folder, device="cpu")
 
@@ -78,8 +70,7 @@ CONFIG_VALUES = (
 @pytest.mark.parametrize(("key", "value"), CONFIG_VALUES, ids=[key for key, _ in CONFIG_VALUES])
 def test_a_config_that_no_model_has_is_refused_by_the_key(key, value, tiny_converted, tmp_path):
     folder = shutil.copytree(tiny_converted, tmp_path / "mla")
-    values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**values, key: value}))
+    edit_config(folder, **{key: value})
     with pytest.raises(
         ValueError, match="num_hidden_layers|output_hidden_states|source_config" if key == "source_config" else key
     ) as error:
@@ -126,7 +117,7 @@ def test_a_source_of_pickled_weights_is_left_to_transformers(tiny_source, tmp_pa
 
 def test_messages_are_short(folder, capsys):
     """A name of 3 MB in a header was a message of 52 MB."""
-    rewritten(folder, **{"x" * 3_000_000: torch.ones(1)})
+    edit_weights(folder, {"x" * 3_000_000: torch.ones(1)})
     assert main(["generate", str(folder), "--prompt", "a", "--device", "cpu"]) == 2
     message = capsys.readouterr().err.splitlines()[-1]
     assert "is unknown to" in message and len(message) < LONGEST_MESSAGE + 60

@@ -10,7 +10,6 @@ from tokenizers.normalizers import Lowercase
 from torch.nn.functional import cross_entropy, kl_div
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-import mha2mla
 from mha2mla import predictions
 from mha2mla.eval import Metric, evaluate_quality, quality
 from mha2mla.eval.generation import GenerationSettings
@@ -18,6 +17,7 @@ from mha2mla.eval.probes import QUESTIONS, ProbeSettings
 from mha2mla.eval.quantized_caches import LatentCodes
 from mha2mla.texts import load_text
 from mha2mla.trial_models import tiny_checkpoint
+from tests.conversion import tiny
 
 SETTINGS = {"texts": "builtin:prose", "lengths": (48,), "max_tokens": 480, "device": "cpu", "progress": False}
 
@@ -231,7 +231,7 @@ def test_default_probes_follow_lengths_and_last_text(tiny_source, other, monkeyp
 
 def test_quantised_caches_are_rows_with_their_bytes(tiny_source, tmp_path):
     recipe = {"preset": "minimal", "layout": "latent", "calibration.tokens": 256, "calibration.lengths": 64}
-    mha2mla.convert(str(tiny_source), tmp_path / "half", recipe, device="cpu", progress=False)
+    tiny.convert(str(tiny_source), tmp_path / "half", recipe)
     caches = quality.parse_caches("8, 3", "[8,3]")
     settings = SETTINGS | {"lengths": (96,)}  # by channel, nothing is coded before the 64th token
     report = evaluate_quality(tiny_source, tmp_path / "half", **settings | {"caches": caches})

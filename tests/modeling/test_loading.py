@@ -1,6 +1,5 @@
 """from_pretrained of a damaged converted checkpoint: refused by name, from headers alone."""
 
-import json
 import shutil
 
 import pytest
@@ -11,18 +10,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from mha2mla.checkpoints import CheckpointError
 from mha2mla.modeling import MHA2MLAForCausalLM
 from mha2mla.stored_tensors import StoredParameters, check_finite
+from tests.folders import WEIGHTS, edit_json, edit_weights, read_json
 from tests.modeling import models
 from tests.modeling.full_rank import full_rank
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 LAYER = "model.layers.1.self_attn."
-
-
-def changed(folder, name, change):
-    """Rewrites a tensor of a folder; ``change`` gives None where it goes."""
-    tensors = load_file(folder / WEIGHTS)
-    value = change(tensors.pop(name))
-    save_file(tensors if value is None else {**tensors, name: value.contiguous()}, folder / WEIGHTS, {"format": "pt"})
 
 
 @pytest.fixture
@@ -32,8 +25,8 @@ def folder(tmp_path):
 
 
 DAMAGES = {
-    "missing": (f"{LAYER}v_b_proj", lambda _: None, f"tensor {LAYER}v_b_proj is absent"),
-    "missing outside attention": ("model.norm.weight", lambda _: None, "tensor model.norm.weight is absent"),
+    "missing": (f"{LAYER}v_b_proj", ..., f"tensor {LAYER}v_b_proj is absent"),
+    "missing outside attention": ("model.norm.weight", ..., "tensor model.norm.weight is absent"),
     "shape": (f"{LAYER}o_proj.weight", lambda x: x[:, 1:], f"tensor {LAYER}o_proj.weight has shape"),
     "transposed": ("model.layers.0.mlp.up_proj.weight", lambda x: x.T, "up_proj.weight has shape"),
     "int8": (f"{LAYER}o_proj.weight", lambda x: x.to(torch.int8), "o_proj.weight in model.safetensors has dtype I8"),
@@ -48,14 +41,13 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_tensor_is_refused_by_name(damage, folder):
     name, change, message = DAMAGES[damage]
-    changed(folder, name, change)
+    edit_weights(folder, {name: change})
     with pytest.raises(CheckpointError, match=message):
         AutoModelForCausalLM.from_pretrained(folder)
 
 
 def test_an_unknown_tensor_is_refused_by_name(folder):
-    tensors = load_file(folder / WEIGHTS)
-    save_file({**tensors, "model.other": torch.ones(2)}, folder / WEIGHTS, {"format": "pt"})
+    edit_weights(folder, {"model.other": torch.ones(2)})
     with pytest.raises(CheckpointError, match=r"tensor model\.other .* is unknown to MHA2MLAForCausalLM"):
         AutoModelForCausalLM.from_pretrained(folder)
 
@@ -92,7 +84,7 @@ def test_one_missing_expert_is_named(tmp_path):
     model = full_rank(models.source_model("mixtral"))
     model.save_pretrained(tmp_path)
     name = next(name for name in load_file(tmp_path / WEIGHTS) if "experts.1." in name)
-    changed(tmp_path, name, lambda _: None)
+    edit_weights(tmp_path, {name: ...})
     with pytest.raises(CheckpointError, match=name):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
@@ -101,14 +93,14 @@ def test_shards_outside_the_folder_are_not_read(folder, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(folder)
     sharded = tmp_path / "sharded"
     model.save_pretrained(sharded, max_shard_size="50KB")
-    index = json.loads((sharded / INDEX).read_text())
+    index = read_json(sharded / INDEX)
     first = sorted(set(index["weight_map"].values()))[0]
     (sharded / first).rename(tmp_path / first)
     (sharded / first).symlink_to(tmp_path / first)
     with pytest.raises(CheckpointError, match=f"{first} is a link to .* leads out of"):
         AutoModelForCausalLM.from_pretrained(sharded)
-    index["weight_map"] = {name: f"../{file}" if file == first else file for name, file in index["weight_map"].items()}
-    (sharded / INDEX).write_text(json.dumps(index))
+    files = index["weight_map"].items()
+    edit_json(sharded / INDEX, weight_map={name: f"../{file}" if file == first else file for name, file in files})
     with pytest.raises(CheckpointError, match=r"'\.\./model-.* leads out of"):
         AutoModelForCausalLM.from_pretrained(sharded)
 
@@ -155,7 +147,7 @@ def test_requested_mismatches_are_left_to_transformers(folder):
 
 def test_headers_are_checked_before_weights_are_read(folder, monkeypatch):
     """transformers makes random numbers of what is missing after it has read the rest."""
-    changed(folder, f"{LAYER}v_b_proj", lambda _: None)
+    edit_weights(folder, {f"{LAYER}v_b_proj": ...})
     read = []
     monkeypatch.setattr(
         "transformers.modeling_utils.convert_and_load_state_dict_in_model", lambda *_, **__: read.append(1)

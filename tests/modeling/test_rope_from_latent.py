@@ -1,13 +1,12 @@
 """A cache of the latent alone: rotary keys are computed from it, at the place where each row lies."""
 
-import json
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, QuantizedCache, StaticCache
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling import modeling_mha2mla
+from tests.folders import edit_config, read_json
 from tests.modeling import models
 from tests.modeling.full_rank import full_rank, full_rank_geometry
 from tests.modeling.models import TOLERANCE
@@ -35,13 +34,13 @@ def test_nothing_rotary_is_counted():
 def test_schema_version_1_loads_without_latent_layout(tmp_path):
     model = models.mla_model("shared")
     model.save_pretrained(tmp_path)
-    stored = json.loads((tmp_path / "config.json").read_text())
-    assert stored["schema_version"] == 2 and stored.pop("rope_from_latent") is False
-    (tmp_path / "config.json").write_text(json.dumps({**stored, "schema_version": 1}))
+    stored = read_json(tmp_path / "config.json")
+    assert stored["schema_version"] == 2 and stored["rope_from_latent"] is False
+    edit_config(tmp_path, schema_version=1, rope_from_latent=...)
     again, ids = AutoModelForCausalLM.from_pretrained(tmp_path), models.tokens(1, 5)
     assert again.config.schema_version == 1 and not again.config.rope_from_latent
     assert torch.equal(again(ids).logits, model(ids).logits)
-    (tmp_path / "config.json").write_text(json.dumps({**stored, "schema_version": 1, "rope_from_latent": True}))
+    edit_config(tmp_path, rope_from_latent=True)
     with pytest.raises(ValueError, match="schema_version is 1; expected at least 2 with rope_from_latent"):
         AutoConfig.from_pretrained(tmp_path)
 

@@ -1,6 +1,5 @@
 """Beyond the length that a conversion was made for the model says so: once, in every way to run it, without a sync."""
 
-import json
 import warnings
 
 import pytest
@@ -9,6 +8,7 @@ from transformers import AutoConfig, DynamicCache
 
 from mha2mla.modeling import LatentCache
 from mha2mla.modeling.guards import UncalibratedLengthWarning
+from tests.folders import edit_config
 from tests.modeling import models
 
 LIMIT = 12
@@ -90,9 +90,7 @@ def test_a_compiled_step_stays_one_graph(fresh_dynamo):
 def test_the_config_keeps_it_and_older_ones_have_none(tmp_path):
     models.mla_config(calibrated_length=LIMIT).save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).calibrated_length == LIMIT
-    values = json.loads((tmp_path / "config.json").read_text())
-    values.pop("calibrated_length")
-    (tmp_path / "config.json").write_text(json.dumps(values))
+    edit_config(tmp_path, calibrated_length=...)
     assert AutoConfig.from_pretrained(tmp_path).calibrated_length is None
     with pytest.raises(ValueError, match="calibrated_length is 0; expected None or a number of tokens >= 1"):
         models.mla_config(calibrated_length=0)

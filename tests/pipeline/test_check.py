@@ -1,11 +1,9 @@
 """Sources, arguments and destinations that are no good are named and leave nothing; sources that are odd convert."""
 
 import inspect
-import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import mha2mla
 from mha2mla.conversion.families import UnsupportedSourceError
@@ -13,25 +11,11 @@ from mha2mla.conversion.result.writer import DestinationError
 from mha2mla.conversion.source.checkpoint import CheckpointError
 from tests.conversion import tiny
 from tests.conversion.tiny import SHORT, convert
+from tests.folders import edit_config, edit_weights
 
 
-def edit_config(folder, **keys):
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
-
-
-def edit_weights(folder, change):
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def put_nan(tensors):
-    tensors["model.layers.1.self_attn.v_proj.weight"][0, 0] = float("nan")
-
-
-def put_inf_in_mlp(tensors):
-    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = float("inf")
+def first_is(value):
+    return lambda tensor: tensor.flatten().index_fill(0, torch.tensor(0), value).view_as(tensor)
 
 
 DAMAGES = {
@@ -42,12 +26,12 @@ DAMAGES = {
     ),
     "no config": (lambda f: (f / "config.json").unlink(), CheckpointError, "has no config.json"),
     "missing tensor": (
-        lambda f: edit_weights(f, lambda t: t.pop("model.layers.1.self_attn.k_proj.weight")),
+        lambda f: edit_weights(f, {"model.layers.1.self_attn.k_proj.weight": ...}),
         CheckpointError,
         "model.layers.1.self_attn.k_proj.weight is absent",
     ),
     "unknown tensor": (
-        lambda f: edit_weights(f, lambda t: t.update({"model.layers.0.self_attn.sinks": torch.ones(4)})),
+        lambda f: edit_weights(f, {"model.layers.0.self_attn.sinks": torch.ones(4)}),
         UnsupportedSourceError,
         "self_attn.sinks",
     ),
@@ -57,12 +41,12 @@ DAMAGES = {
         r"k_proj.weight has shape \(32, 48\); the config says \(64, 48\)",
     ),
     "NaN in attention": (
-        lambda f: edit_weights(f, put_nan),
+        lambda f: edit_weights(f, {"model.layers.1.self_attn.v_proj.weight": first_is(torch.nan)}),
         CheckpointError,
         "layers.1.self_attn.v_proj.weight in model.safetensors has 1 NaN",
     ),
     "Inf in an MLP": (
-        lambda f: edit_weights(f, put_inf_in_mlp),
+        lambda f: edit_weights(f, {"model.layers.1.mlp.up_proj.weight": first_is(torch.inf)}),
         CheckpointError,
         "up_proj.weight in model.safetensors has 1",
     ),
@@ -183,15 +167,14 @@ def test_a_tilde_is_the_home_folder(source, monkeypatch):
 def test_a_head_of_zeros_is_converted(keys, tmp_path):
     """Pruned heads are; where every other pair rotates, all that is left for the latent's keys is zero."""
     source = tiny.checkpoint(tmp_path / "source")
-    edit_weights(source, lambda tensors: tensors["model.layers.1.self_attn.k_proj.weight"][:16].zero_())
+    kept = torch.arange(32)[:, None] >= 16
+    edit_weights(source, {"model.layers.1.self_attn.k_proj.weight": lambda weight: weight * kept})
     convert(source, tmp_path / "out", tiny.Recipe(**keys, cache_ratio=0.5, **SHORT))
 
 
 def test_old_rotary_buffers_in_a_source_are_passed_over(tmp_path):
     source = tiny.checkpoint(tmp_path / "source")
-    tensors = load_file(source / "model.safetensors")
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    edit_weights(source, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
     convert(source, tmp_path / "out", tiny.Recipe(cache_ratio=1.0, **SHORT))
 
 

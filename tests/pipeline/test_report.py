@@ -1,17 +1,16 @@
 """What a conversion leaves and says: a whole checkpoint, its record, its card, and whether a kernel serves it."""
 
-import json
 import shutil
 import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import mha2mla
 from tests.conversion import tiny
 from tests.conversion.tiny import SHORT, convert
+from tests.folders import edit_weights, read_json
 
 
 def test_the_folder_is_a_whole_checkpoint(tmp_path):
@@ -21,14 +20,14 @@ def test_the_folder_is_a_whole_checkpoint(tmp_path):
     (source / "LICENSE").write_text("terms")
     report = convert(source, tmp_path / "out", max_shard_bytes=30_000)
     out = tmp_path / "out"
-    names = set(json.loads((out / "model.safetensors.index.json").read_text())["weight_map"])
+    names = set(read_json(out / "model.safetensors.index.json")["weight_map"])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(out))
     assert names == set(model.state_dict()) - {"lm_head.weight"}
     assert model.config.model_type == "mha2mla"
     assert model.config.source_config["model_type"] == "llama"
     assert mha2mla.Recipe.from_dict(model.config.recipe).target.cache_ratio == 0.5
-    assert json.loads((out / "generation_config.json").read_text())["temperature"] == 0.5
+    assert read_json(out / "generation_config.json")["temperature"] == 0.5
     assert (out / "LICENSE").read_text() == "terms"
     assert tiny.loaded_tokenizer(out)("abc").input_ids == tiny.loaded_tokenizer(source)("abc").input_ids
     card = (out / "README.md").read_text()
@@ -56,7 +55,7 @@ def test_tokenizer_keeps_the_class_of_the_source(named, tmp_path):
 
 def test_the_record_is_machine_readable(source, tmp_path):
     report = convert(source, tmp_path / "out")
-    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    record = read_json(tmp_path / "out" / "conversion.json")
     assert record["kind"] == "conversion" and record["recipe"] == report.recipe
     assert record["parity"]["perplexity_converted"] == report.parity.perplexity_converted
     assert record["environment"]["torch"] and record["device"] == "cpu"
@@ -69,12 +68,10 @@ def test_the_record_is_machine_readable(source, tmp_path):
 def test_layers_that_were_not_fitted_are_named(source, tmp_path, capsys):
     """Inputs so small that a latent of unit variance needs an encoder beyond float16."""
     spoilt = shutil.copytree(source, tmp_path / "source")
-    tensors = load_file(spoilt / "model.safetensors")
-    tensors["model.layers.1.input_layernorm.weight"] *= 1e-7
-    save_file(tensors, spoilt / "model.safetensors", metadata={"format": "pt"})
+    edit_weights(spoilt, {"model.layers.1.input_layernorm.weight": lambda weight: weight * 1e-7})
     report = convert(spoilt, tmp_path / "out", dtype=torch.float16, progress=True)
     said = "converted by rope.selection high and latent.rule svd-joint, since kv_a_proj.weight was not finite"
-    rows = json.loads((tmp_path / "out" / "conversion.json").read_text())["rows"]
+    rows = read_json(tmp_path / "out" / "conversion.json")["rows"]
     assert [row["fallback"] for row in rows] == [row["fallback"] for row in report.layers] == ["", said]
     assert f"layer 1: {said}" in capsys.readouterr().err
     assert f"layer 1: {said}" in str(report) and said in report._repr_html_()

@@ -17,6 +17,7 @@ from mha2mla.pipeline import ParityError, prepare, verify, write
 from mha2mla.texts import load_text, token_windows
 from tests.conversion import tiny
 from tests.conversion.tiny import SHORT, convert, relative
+from tests.folders import read_json
 
 
 def test_full_rank_reproduces_a_bfloat16_source_with_biases(tmp_path):
@@ -57,7 +58,7 @@ def test_the_report_measures_what_the_models_say(source, tmp_path):
 
 def test_a_conversion_over_lengths_is_verified_at_both_ends(source, tmp_path):
     recipe = tiny.Recipe(preset="minimal", calibration_tokens=2048, calibration_lengths=[32, 128])
-    report = mha2mla.convert(source, tmp_path / "out", recipe, evaluation_tokens=64, device="cpu", progress=False)
+    report = convert(source, tmp_path / "out", recipe, evaluation_tokens=64)
     assert report.calibration_tokens == 2048 and report.calibrated_length == 128
     assert (report.evaluation_text, report.evaluation_length) == ("builtin:prose", 32)
     assert (report.long_evaluation_text, report.long_evaluation_length) == ("builtin:stdlib", 128)
@@ -68,7 +69,7 @@ def test_a_conversion_over_lengths_is_verified_at_both_ends(source, tmp_path):
     assert report.long_parity.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-3)
     assert f"{report.long_parity.perplexity_ratio:.4f} x in one of 128" in str(report)
     assert "In a window of 128 tokens of `builtin:stdlib`" in (tmp_path / "out" / "README.md").read_text()
-    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    record = read_json(tmp_path / "out" / "conversion.json")
     assert record["long_parity"]["kl"] == report.long_parity.kl
 
 

@@ -1,7 +1,6 @@
 """Ranks per layer: the hand-out is optimal and keeps the budget, what is measured repeats, a checkpoint has them."""
 
 import itertools
-import json
 import math
 from dataclasses import replace
 
@@ -11,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-import mha2mla
 from mha2mla.conversion.latent import ranks as layer_ranks
 from mha2mla.conversion.latent.ranks import allocate, choose_layer_ranks, loss_at, most_rank
 from mha2mla.geometry import MLAGeometry
 from tests.conversion import tiny
 from tests.conversion.tiny import Recipe, walk_over
 from tests.few import each
+from tests.folders import read_json
 
 LAYERS = 3
 SHORT = {"preset": "minimal", "calibration_tokens": 320, "calibration_lengths": 40}
@@ -109,15 +108,8 @@ def test_a_converted_layer_alone_loses_what_its_model_says(source):
 
 def test_a_checkpoint_with_measured_ranks_generates(source, tmp_path):
     recipe = Recipe(cache_ratio=0.5, latent_ranks="measured", **SHORT)
-    report = mha2mla.convert(
-        source,
-        tmp_path / "out",
-        recipe,
-        calibration=tiny.some_tokens(8, 40),
-        evaluation=tiny.some_tokens(2, 40),
-        device="cpu",
-        progress=False,
-    )
+    texts = {"calibration": tiny.some_tokens(8, 40), "evaluation": tiny.some_tokens(2, 40)}
+    report = tiny.convert(source, tmp_path / "out", recipe, **texts)
     ranks = report.searches["layer_ranks"]
     assert report.recipe["latent"]["ranks"] == "measured"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
@@ -138,8 +130,8 @@ def test_ranks_may_be_given(source, tmp_path):
     recipe = Recipe(layout="shared", kv_lora_rank=24, qk_rope_head_dim=8, latent_ranks=given_ranks,
                     latent_rule="svd-joint", rope_selection="high", latent_centered=False,
                     fit_queries=False)  # fmt: skip
-    mha2mla.convert(source, tmp_path / "out", recipe, evaluation=tiny.some_tokens(2, 40), device="cpu", progress=False)
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    tiny.convert(source, tmp_path / "out", recipe, evaluation=tiny.some_tokens(2, 40))
+    config = read_json(tmp_path / "out" / "config.json")
     assert config["kv_lora_rank"] == given_ranks
 
 

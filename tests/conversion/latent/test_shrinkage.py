@@ -1,6 +1,5 @@
 import pytest
 
-import mha2mla
 from mha2mla.conversion.latent import rules
 from mha2mla.pipeline import ParityError
 from tests.conversion import tiny
@@ -13,9 +12,7 @@ def test_directions_that_few_tokens_leave_open_do_no_harm_on_other_text(tmp_path
     def convert(shrinkage):
         monkeypatch.setattr(rules, "SHRINKAGE", shrinkage)
         recipe = tiny.Recipe(fit_queries=False, calibration_tokens=32, calibration_lengths=32)
-        return mha2mla.convert(
-            source, tmp_path / str(shrinkage), recipe, evaluation=tiny.some_tokens(4, 32), device="cpu", progress=False
-        )
+        return tiny.convert(source, tmp_path / str(shrinkage), recipe, evaluation=tiny.some_tokens(4, 32))
 
     with pytest.raises(ParityError, match="nats a token from the source's"):
         convert(0.0)

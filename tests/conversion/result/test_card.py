@@ -7,8 +7,9 @@ import stat
 import pytest
 import yaml
 
-import mha2mla
 from mha2mla.conversion.result.card import card_metadata
+from tests.conversion import tiny
+from tests.folders import read_json
 
 QUICK = {"preset": "minimal", "cache_ratio": 1.0}
 
@@ -34,13 +35,11 @@ def test_a_folder_s_place_on_this_machine_was_in_config_and_record(tiny_source, 
     text.parent.mkdir()
     text.write_text("Letters of nobody's business, each a token. " * 40)
     recipe = {"preset": "minimal", "calibration.tokens": 256, "calibration.lengths": 32, "calibration.text": str(text)}
-    mha2mla.convert(
-        tiny_source, tmp_path / "out", recipe, evaluation=str(text), evaluation_tokens=64, device="cpu", progress=False
-    )
+    tiny.convert(tiny_source, tmp_path / "out", recipe, evaluation=str(text), evaluation_tokens=64)
     for name in ("config.json", "conversion.json", "README.md"):
         content = (tmp_path / "out" / name).read_text()
         assert str(tmp_path) not in content and str(tiny_source.parent) not in content, name
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config = read_json(tmp_path / "out" / "config.json")
     assert config["source_config"]["_name_or_path"] == tiny_source.name
     assert config["recipe"]["calibration"]["text"] == "corpus.txt"
 
@@ -90,6 +89,6 @@ def test_a_hub_id_is_known_by_name_or_by_the_hub_s_cache(tmp_path):
 def test_a_converted_source_keeps_what_is_known(tiny_source, tmp_path):
     source = shutil.copytree(tiny_source, tmp_path / "llama")
     (source / "README.md").write_text("---\nlicense: apache-2.0\nbase_model: owner/llama\n---\n")
-    mha2mla.convert(source, tmp_path / "out", QUICK, evaluation_tokens=64, device="cpu", progress=False)
+    tiny.convert(source, tmp_path / "out", QUICK, evaluation_tokens=64)
     assert header(tmp_path / "out")["license"] == "apache-2.0"
     assert header(tmp_path / "out")["base_model"] == "owner/llama"

@@ -1,0 +1,45 @@
+"""Checkpoint folders that tests change: configs and other JSON files, tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import EllipsisType
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+WEIGHTS = "model.safetensors"
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def edit_json(path: Path, **values: Any) -> None:
+    """Sets keys of a JSON file; a value of ``...`` removes its key."""
+    kept = {key: value for key, value in {**read_json(path), **values}.items() if value is not ...}
+    path.unlink()  # where the file is a link, the other one stays
+    path.write_text(json.dumps(kept))
+
+
+def edit_config(folder: Path, **values: Any) -> None:
+    edit_json(folder / "config.json", **values)
+
+
+def edit_weights(
+    folder: Path, changes: Mapping[str, Tensor | Callable[[Tensor], Tensor] | EllipsisType], file: str = WEIGHTS
+) -> None:
+    """Sets tensors by name, to a tensor, or to a function of the old one; ``...`` removes them."""
+    path = folder / file
+    tensors: dict[str, Any] = load_file(path)
+    tensors |= {name: change(tensors[name]) if callable(change) else change for name, change in changes.items()}
+    path.unlink()
+    kept = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not ...}
+    save_file(kept, path, {"format": "pt"})
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
