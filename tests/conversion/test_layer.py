@@ -76,20 +76,6 @@ def test_a_key_bias_on_un_rotated_dims_is_dropped_and_on_rotated_ones_kept():
     assert relative(layer.output(wider, shifted), layer.output(recipe, tensors)) < 1e-9
 
 
-@pytest.mark.parametrize("case", ["qwen2", "qwen3-biases-yarn"])
-def test_a_key_bias_is_that_of_the_rotary_map_where_keys_come_from_the_latent(case):
-    """The latent holds keys without their bias; under q/k-norm it holds normed keys, which have none."""
-    layer = Layer(case)
-    tensors = layer.converted(Recipe(layout="latent", cache_ratio=1.0))
-    width = layer.spec.num_key_value_heads * layer.spec.head_dim
-    encoder = "k_a_proj" if layer.spec.qk_norm else "kv_a_proj"
-    assert tensors[f"{encoder}.weight"].shape[0] == 2 * width and f"{encoder}.bias" not in tensors
-    assert tensors["k_rope_proj.weight"].shape == (width, 2 * width)
-    bias = torch.zeros(width) if layer.spec.qk_norm else layer.weights.k_bias
-    assert torch.equal(tensors["k_rope_proj.bias"].sort().values, bias.double().sort().values)
-    assert ("k_proj.bias" in tensors) == layer.spec.qk_norm
-
-
 def test_the_mean_that_a_latent_loses_of_rotary_keys_is_in_their_bias():
     """Inputs that are their mean alone: rotary keys are right then, whatever the rank."""
     layer = Layer("qwen2")
@@ -101,15 +87,6 @@ def test_the_mean_that_a_latent_loses_of_rotary_keys_is_in_their_bias():
     found = tensors["k_rope_proj.weight"] @ latent + tensors["k_rope_proj.bias"]
     assert relative(found, expected) < 1e-9
     assert relative(tensors["k_rope_proj.weight"] @ latent, expected) > 0.1
-
-
-def test_a_value_bias_is_folded_into_the_output_bias():
-    layer = Layer("qwen2")
-    recipe = Recipe(cache_ratio=1.0)
-    tensors = layer.converted(recipe)
-    heads = layer.weights.v_bias.view(-1, layer.spec.head_dim).repeat_interleave(layer.spec.group_size, 0)
-    assert torch.allclose(tensors["o_proj.bias"], layer.weights.o_weight @ heads.flatten())
-    assert layer.spec.o_bias is False
 
 
 @pytest.mark.parametrize("case", ["llama", "glm4-no-biases", "olmo2", "gemma3"])

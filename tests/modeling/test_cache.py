@@ -110,6 +110,36 @@ class TestVerbs:
         cache.crop(-15)
         assert int(cache.get_seq_length()) == 0
 
+    def test_reorder_cache(self, model, keys):
+        ids, order = models.tokens(3, 20), torch.tensor([2, 0, 0])
+        cache = filled(model, ids, **keys)
+        cache.reorder_cache(order)
+        self.check(model, cache, ids[order], keys)
+        with pytest.raises(ValueError, match=r"beam_idx.shape is \(1,\); expected \(3,\)"):
+            cache.reorder_cache(torch.tensor([1]))
+
+    def test_batch_repeat_interleave(self, model, keys):
+        ids = models.tokens(2, 20)
+        cache = filled(model, ids, **keys)
+        cache.batch_repeat_interleave(3)
+        self.check(model, cache, ids.repeat_interleave(3, 0), keys)
+
+    @pytest.mark.parametrize("indices", [[2, 0], [True, False, True, False]])
+    def test_batch_select_indices(self, model, keys, indices):
+        ids, indices = models.tokens(4, 20), torch.tensor(indices)
+        cache = filled(model, ids, **keys)
+        cache.batch_select_indices(indices)
+        self.check(model, cache, ids[indices], keys)
+
+    def test_reset(self, model, keys):
+        cache = filled(model, models.tokens(2, 30), **keys)
+        cache.reset()
+        assert int(cache.get_seq_length()) == 0
+        ids = models.tokens(2, 17)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+        self.check(model, cache, ids, keys)
+
     def test_another_batch_is_refused(self, model, keys):
         cache = filled(model, models.tokens(2, 5), **keys)
         with torch.no_grad(), pytest.raises(ValueError, match="key_states has batch size 3; expected 2"):

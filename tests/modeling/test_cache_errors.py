@@ -8,6 +8,19 @@ from tests.modeling import models
 from tests.modeling.test_cache_machine import OutOfMemory, RaisingAt, contents, same
 
 
+def broken_off(action, cache, stride=1) -> int:
+    """At which allocation ``action`` could not be broken off any more; the cache was as before each time."""
+    for at in range(0, 1000, stride):
+        before = contents(cache)
+        try:
+            with RaisingAt(at):
+                action()
+            return at
+        except OutOfMemory:
+            assert same(before, contents(cache)), f"broken off at allocation {at}"
+    raise AssertionError("never came through")
+
+
 @torch.no_grad()
 def test_growth_interrupted_between_layers():
     """Layers share the places of new tokens: with other numbers of pages each, they would write to other sequences."""
@@ -42,6 +55,18 @@ def test_a_step_whose_loss_fails_has_not_happened():
         with pytest.raises((ValueError, RuntimeError)):
             model(models.tokens(2, 3), labels=models.tokens(2, 7), past_key_values=cache)
         assert same(before, contents(cache))
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 32])
+def test_call_with_gradients_counts_in_all_or_none(max_cache_len):
+    """There the layers count by themselves; also in a cache that was used and reset."""
+    model = models.mla_model("per layer")
+    cache = LatentCache(model.config, max_cache_len=max_cache_len)
+    for _ in range(2):
+        ids = models.tokens(2, 5)
+        assert broken_off(lambda ids=ids: model(ids, past_key_values=cache), cache, 9) > 50
+        assert cache.get_seq_length() == 5
+        cache.reset()
 
 
 @torch.no_grad()

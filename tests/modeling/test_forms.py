@@ -51,6 +51,29 @@ def test_cached_equals_uncached_in_both_forms(case, static, monkeypatch):
     assert calls == 2 * [length for length in (1, 1, 4, 3, 1, 1, 2) for _ in range(2)]
 
 
+@each("query_length, case", range(2, 9), ["sliding", "some sliding", "latent sliding"])
+@torch.no_grad()
+def test_several_tokens_under_a_window_are_absorbed(case, query_length, monkeypatch):
+    """Each query has its own first token, before the window is full and after; one sequence begins with padding."""
+    calls = absorbed_calls(monkeypatch)
+    model = models.mla_model(case)
+    ids = models.tokens(2, 5 + 4 * query_length)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    logits = {}
+    for form in ("expanded", "absorbed"):
+        model.config.attention_backend = models.FORMS[form]
+        # How much a static cache holds is no host's business: up to 8 tokens that makes no difference.
+        cache = LatentCache(model.config, max_cache_len=40 if query_length == 8 else None, page_size=16)
+        pieces = []
+        for stop in range(5, ids.shape[1] + 1, query_length):
+            part = slice(0 if stop == 5 else stop - query_length, stop)
+            pieces.append(model(ids[:, part], attention_mask=mask[:, :stop], past_key_values=cache).logits)
+        logits[form] = torch.cat(pieces[1:], dim=1)
+    assert calls == [5] * 2 + [query_length] * 2 * 4
+    assert models.relative_error(logits["absorbed"], logits["expanded"]) < TOLERANCE
+
+
 @pytest.mark.parametrize("case", models.GEOMETRIES)
 @torch.no_grad()
 def test_stock_caches_serve_the_expanded_form(case):

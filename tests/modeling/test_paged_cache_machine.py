@@ -273,12 +273,53 @@ def filled() -> tuple[PagedCache, int, int, int]:
     return cache, parent, cache.fork(parent), cache.fork(parent)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"num_sequences": 2}, {"max_pages": 2}],
+    ids=lambda options: "-".join(options),
+)
+def test_extend_that_does_not_fit_takes_no_pages(options):
+    cache, *sequences = filled()
+    before = state_of(cache)
+    with pytest.raises(ValueError, match="expected at (least|most)"):
+        cache.extend(dict.fromkeys(sequences, 2), **options)
+    assert state_of(cache) == before
+
+
+def test_extend_that_raises_anywhere_changes_nothing():
+    """At every op that it runs, of which there are some before and some after the pages are copied."""
+    cache, *sequences = filled()
+    new = dict.fromkeys(sequences, 2)
+    twin = copy.deepcopy(cache)
+    with RaiseAt(None) as counted:
+        twin.extend(new)
+    assert counted.count > 30
+    before = state_of(cache)
+    for at in range(counted.count):
+        with pytest.raises(Injected), RaiseAt(at):
+            cache.extend(new)
+        assert state_of(cache) == before
+    assert cache.extend(new).num_tokens == 6
+
+
 CHANGES: dict[str, Callable] = {
     "close": lambda cache, sequence: cache.close(sequence),
     "crop": lambda cache, sequence: cache.crop(sequence, 3),
     "extend": lambda cache, sequence: cache.extend({sequence: 1}),
     "fork": lambda cache, sequence: cache.fork(sequence),
 }
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_stale_batch_is_not_stepped(change):
+    cache, sequence, twin, _ = filled()
+    batch = cache.extend({sequence: 2, twin: 1})
+    CHANGES[change](cache, sequence)
+    why = "closed" if change == "close" else "extended, cropped or forked"
+    before = state_of(cache)
+    with pytest.raises(StaleBatchError, match=f"batch has sequence 0, which was {why} since the batch was made"):
+        cache.step(batch)
+    assert state_of(cache) == before
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -41,7 +41,8 @@ def converted(tmp_path_factory):
 def test_logits_and_tokens_are_the_sources(case, layout, tmp_path):
     family, keys = tiny.CASES[case]
     tiny.checkpoint(tmp_path / "source", family, **keys)
-    head = "model.embed_tokens.weight" if keys.get("tie_word_embeddings") else "lm_head.weight"
+    tied = tiny.config(family, **keys).tie_word_embeddings
+    head = "model.embed_tokens.weight" if tied else "lm_head.weight"
     # At half rank a random model may be further from its source than a guess.
     edit_weights(tmp_path / "source", {head: lambda weight: weight / 10})
     stored, latent = tmp_path / "stored", tmp_path / "latent"

@@ -1,6 +1,5 @@
 """Activations that wait on disk: nobody else's, gone with the process, there when the caller's limit says so."""
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -24,29 +23,6 @@ ALL = slice(0, 3)
 
 def spilt(folder, dtype=torch.float32):
     return ActivationStore(BLOCKS, 8, dtype=dtype, folder=folder, spill_bytes=0)
-
-
-def test_forked_runs_do_not_share_what_they_spill(tmp_path):
-    """Twins may have their objects at the same addresses: a file named after one is the other's, too."""
-    wrote, may_read = os.pipe(), os.pipe()
-    store = ActivationStore.__new__(ActivationStore)
-    twin = os.fork()
-    store.__init__(BLOCKS, 8, dtype=torch.float32, folder=tmp_path, spill_bytes=0)
-    own = 1.0 if twin else 2.0
-    if twin:
-        os.read(wrote[0], 1)
-        store.write(ALL, torch.full((3, 4, 8), own))
-        os.write(may_read[1], b"x")
-        status = os.waitpid(twin, 0)[1]
-        assert status == 0, "the twin read what it did not write"
-        assert (store.read(ALL, torch.device("cpu")) == own).all()
-    else:
-        store.write(ALL, torch.full((3, 4, 8), own))
-        os.write(wrote[1], b"x")
-        os.read(may_read[0], 1)
-        os._exit(0 if (store.read(ALL, torch.device("cpu")) == own).all() else 1)
-    for end in (*wrote, *may_read):
-        os.close(end)
 
 
 def test_what_is_spilled_has_no_name_that_a_killed_run_could_leave(tmp_path):

@@ -145,17 +145,6 @@ def test_an_output_that_cannot_be_mended_is_left_alone():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_scores_that_need_no_fit_keep_their_queries(case):
-    """Without rotation the un-rotated part is exact, and least squares has nothing to add."""
-    layer = SampledLayer(case)
-    layer.spec = dataclasses.replace(layer.spec, inv_freq=torch.zeros_like(layer.spec.inv_freq))
-    basis, keys = basis_and_keys(layer, fit_queries=False)
-    windows = closed_form.score_windows(layer.spec, layer.weights, layer.statistics.sample, basis)
-    found = closed_form.refit_queries(layer.spec, windows, basis.query_nope, closed_form.KeyMaps(keys))
-    assert torch.allclose(found, basis.query_nope, atol=1e-9)
-
-
-@pytest.mark.parametrize("case", CASES)
 def test_rotary_keys_that_are_the_source_s_keep_their_queries(case):
     """Every pair rotates, and the latent loses nothing: scores are the source's already."""
     layer = SampledLayer(case)

@@ -304,10 +304,6 @@ def test_a_file_that_appears_meanwhile_is_not_removed(tmp_path):
     assert listing(tmp_path) == ["out"] and (out / "mine").read_text() == "x"
 
 
-def test_all_files_of_a_conversion_may_be_replaced(tiny_converted, tmp_path):
-    check_destination(tiny_converted, tmp_path / "source", overwrite=True)
-
-
 def test_a_mount_point_is_refused_before_work(tmp_path, monkeypatch):
     """It cannot be renamed: an empty volume cost a whole conversion."""
     (tmp_path / "out").mkdir()
