@@ -15,7 +15,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from mha2mla.checkpoints import damage_named, find_checkpoint, find_converted, read_object, shorten
 from mha2mla.conversion.target import DEFAULT_LAYOUT, LayoutName
-from mha2mla.environment import installed_version
+from mha2mla.environment import installed_version, thread_hint
 from mha2mla.eval_verbs import checks, evaluation
 from mha2mla.files import output_file, picture_file, report, report_file, write_output
 from mha2mla.flags import (
@@ -31,14 +31,15 @@ from mha2mla.flags import (
     load_recipe,
     torch_dtype,
 )
-from mha2mla.terminal import forgiving_streams
+from mha2mla.terminal import announce, forgiving_streams
 
 # Errors that a user can correct: bad arguments, missing files, an extra that is not installed. Any other error is a
 # fault of this package and keeps its traceback.
 USER_ERRORS = (ValueError, OSError, ImportError)
+CHAT_HELP = "/new begins a new conversation; /exit or an empty line ends; /help shows this line."
 app = App(
     name="mha2mla",
-    help="Turns MHA/GQA checkpoints into MLA ones, and measures them.",
+    help="Turns MHA/GQA checkpoints into MLA ones, and measures them. `mha2mla help VERB` explains a verb.",
     help_format="markdown",
     version=lambda: f"mha2mla {installed_version() or '(not installed)'}",
     suppress_keyboard_interrupt=False,  # __main__ handles it
@@ -81,6 +82,7 @@ def convert(
     record = report_file(json, "conversion", source, recipe, made=destination)
     asked = load_recipe(recipe, keys)
     find_checkpoint(source, "source")
+    announce(f"converting {source}", thread_hint(device))
     from mha2mla.conversion.result.card import RECORD_FILE
     from mha2mla.environment import keep_freed_memory
     from mha2mla.pipeline import convert as run
@@ -156,6 +158,7 @@ def generate(
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
         "repetition_penalty": repetition_penalty, "seed": seed,
     }  # fmt: skip
+    announce(f"loading {model}", thread_hint(device))
     from mha2mla.environment import collect_environment, device_name
     from mha2mla.loop import Loop, Sampling
 
@@ -174,11 +177,16 @@ def generate(
 
     from mha2mla.eval.loading import load
     from mha2mla.eval.report import write_json
-    from mha2mla.loop.answering import answer_all, served, stop_tokens
+    from mha2mla.loop.answering import answer_all, pages_for, served, stop_tokens, token_ids
 
     loaded, tokenizer = load(model, device=place, dtype=weights_dtype)
     sampling = replace(sampling, stop_tokens=stop_tokens(loaded, tokenizer))
-    loop = Loop(served(loaded), max_sequences=max_sequences, max_tokens=max_tokens, max_length=max_length)
+    lengths = [
+        len(token_ids(tokenizer, task, chat)) + max_new_tokens + 1  # a step runs ahead of the token that is read
+        for _, task in answers.remaining(tasks)
+    ]
+    options = {"max_sequences": max_sequences, "max_tokens": max_tokens, "max_length": max_length}
+    loop = Loop(served(loaded), max_pages=pages_for(lengths, max_sequences), **options)
     for task, text in answer_all(loop, tokenizer, tasks, answers, sampling, chat=chat):
         if output is None:
             print(f"{task.get('prompt', '')}{text}\n", flush=True)
@@ -209,7 +217,7 @@ def chat(
     device: Device = None,
     dtype: Dtype | None = None,
 ) -> None:
-    """Talks with a model, or with two of them side by side; an empty line ends it, /new begins anew.
+    """Talks with a model, or with two of them side by side; /help lists what to type beside messages.
 
     Under each answer stand its tokens per second and its bytes in the cache.
 
@@ -228,6 +236,7 @@ def chat(
     names = {"model": model} | ({} if beside is None else {"beside": beside})
     for name, checkpoint in names.items():
         find_checkpoint(checkpoint, name)
+    announce(f"loading {' and '.join(names.values())}", thread_hint(device))
     from mha2mla.eval.loading import load
     from mha2mla.loop import Sampling
     from mha2mla.loop.answering import Conversation
@@ -240,11 +249,16 @@ def chat(
         most = min(max_length, loaded.config.max_position_embeddings)
         # room for two conversations: one that runs, one that is remembered
         talks[checkpoint] = Conversation(loaded, tokenizer, sampling, max_length=most, num_pages=2 * -(-most // 64))
-    while text := _line():
-        for checkpoint, talk in talks.items():
+    print(CHAT_HELP)
+    while (text := _line()) not in ("", "/exit"):
+        if re.fullmatch(r"/\w+", text):
             if text == "/new":
-                talk.clear()
-                continue
+                for talk in talks.values():
+                    talk.clear()
+            else:
+                print(CHAT_HELP)
+            continue
+        for checkpoint, talk in talks.items():
             if len(talks) > 1:
                 print(f"{checkpoint}:")
             try:
@@ -281,6 +295,7 @@ def demo(
     record = report_file(json, "demo", model)
     if model is not None:
         find_checkpoint(model, "model")
+    announce("loading mha2mla and torch", thread_hint(device))
     from mha2mla.demo import run_demo
     from mha2mla.eval.measurement import wrong_rows
 
@@ -312,6 +327,7 @@ def inspect_checkpoint(
     """
     record = report_file(json, "inspection", checkpoint)
     find_converted(checkpoint, "checkpoint")
+    announce(f"reading {checkpoint}")
     from mha2mla.conversion.result.card import RECORD_FILE
     from mha2mla.eval import inspection
     from mha2mla.eval.report import print_table, print_values, write_json
@@ -361,6 +377,7 @@ def plan(
         layout: one or several; default latent.
     """
     record = report_file(json, "plan", source)
+    announce(f"reading {source}")
     from mha2mla.eval.report import print_table, print_values, write_json
     from mha2mla.pipeline import plan as sizing
 
@@ -416,6 +433,7 @@ def export(
             which trust_remote_code=True runs.
     """
     find_converted(checkpoint, "checkpoint")
+    announce(f"reading {checkpoint}")
     from mha2mla.serving.export import export as run
 
     print(f"written: {run(checkpoint, destination, format)}")
@@ -490,6 +508,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     A verb does not fail because its output has no reader, or because the terminal cannot encode it.
     """
     words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["help"]:  # mha2mla help convert
+        words = [*words[1:], "--help"]
     with forgiving_streams():
         try:
             return app.meta(words, exit_on_error=False, print_error=False, result_action="return_value") or 0

@@ -66,6 +66,34 @@ def installed_version(name: str = "mha2mla") -> str | None:
         return None
 
 
+def thread_hint(device: str | None) -> str:
+    """A sentence for people where torch's threads compete for cores: a container's quota, or other work; else empty.
+
+    Args:
+        device: that was asked for; nothing is said of a GPU, or where OMP_NUM_THREADS is set.
+    """
+    on_gpu = device.startswith("cuda") if device else os.path.exists("/proc/driver/nvidia")
+    if on_gpu or "OMP_NUM_THREADS" in os.environ or not hasattr(os, "sched_getaffinity"):
+        return ""
+    cores, quota, load = len(os.sched_getaffinity(0)), _cpu_quota(), os.getloadavg()[0]
+    if quota < cores:
+        return (
+            f"{cores} threads, but this container may use {quota:.3g} cores: set OMP_NUM_THREADS={max(1, int(quota))}"
+        )
+    if cores > 1 and load > cores / 2:
+        return f"{cores} threads beside other work (load {load:.1f} on {cores} cores): OMP_NUM_THREADS=N takes fewer"
+    return ""
+
+
+def _cpu_quota() -> float:
+    """Cores that the control group may use; infinite where it has no limit."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return float(quota) / float(period)
+    except (OSError, ValueError):  # no control group of version 2, or "max"
+        return float("inf")
+
+
 def compute_device(device: str | torch.device | None) -> torch.device:
     """The one that was asked for, else CUDA where there is one.
 

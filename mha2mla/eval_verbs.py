@@ -10,8 +10,10 @@ from cyclopts import App
 
 from mha2mla.checkpoints import find_checkpoint, find_converted, find_pair
 from mha2mla.conversion.target import LayoutName
+from mha2mla.environment import thread_hint
 from mha2mla.files import picture_file, report_file
 from mha2mla.flags import SEVERAL, Device, Dtype, Json, Numbers, Texts, flag, torch_dtype
+from mha2mla.terminal import announce
 from mha2mla.texts import check_text
 from mha2mla.trial_models import ShapeName, random_pair
 
@@ -62,6 +64,7 @@ def eval_quality(
     for name in text or ():
         check_text(name)
     find_pair(source, converted)
+    announce(f"loading {source} and {converted}", thread_hint(device))
     from mha2mla.eval import evaluate_quality, plots, quality
     from mha2mla.eval import generation as generating
     from mha2mla.eval import probes as probing
@@ -130,6 +133,7 @@ def eval_tasks(
     """
     record = report_file(json, "tasks", source, converted)
     find_pair(source, converted)
+    announce(f"loading {source} and {converted}", thread_hint(device))
     from mha2mla.eval import tasks
 
     options = {"num_fewshot": num_fewshot, "limit": limit, "batch_size": batch_size, "device": device}
@@ -204,6 +208,7 @@ def eval_latency(
     if source is not None:
         find_checkpoint(source, "source")
         find_converted(converted, "converted")
+    announce(f"loading {random_weights or preset or f'{source} and {converted}'}", thread_hint(device))
     from mha2mla.environment import collect_environment, compute_device, describe_environment, usual_dtype
     from mha2mla.eval.measurement import wrong_rows
     from mha2mla.eval.report import print_table, write_json
@@ -267,6 +272,7 @@ def check_kernels(
         budget: seconds for compiling and checking; calls that are not reached are rows "not checked: …".
     """
     record = report_file(json, "kernel-check")
+    announce("loading kernels", thread_hint(device))
     from mha2mla.eval.report import print_table
     from mha2mla.testing import kernel_check
 

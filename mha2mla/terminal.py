@@ -14,6 +14,12 @@ LINE_INTERVAL = 30.0  # seconds between the lines of a log; what ends sooner lea
 _LINE = "{desc}: {n_fmt} of {total_fmt} {unit}s, {elapsed}, {remaining} left, {rate_fmt}{postfix}"
 
 
+def announce(*lines: str) -> None:
+    """The first lines of a verb, before it imports torch; empty ones are left out."""
+    for line in filter(None, lines):
+        print(line, file=sys.stderr, flush=True)
+
+
 class _Lines:
     """Standard error without carriage returns: every state of a bar is a line."""
 

@@ -1,5 +1,8 @@
 """Flags, files and help: accepted words, their explanation, and no torch for either."""
 
+import os
+import subprocess
+import sys
 from functools import reduce
 from typing import get_args
 
@@ -15,7 +18,7 @@ from mha2mla.conversion.rope.rules import RopeRule
 from mha2mla.conversion.stages import LowRank, Selection
 from mha2mla.conversion.target import LAYOUTS, LayoutName
 from mha2mla.flags import RecipeFlags, load_recipe
-from tests.commands import VERBS, command, parse, run
+from tests.commands import ROOT, VERBS, command, parse, run
 
 
 def parsed_recipe(*flags: str) -> dict:
@@ -35,6 +38,26 @@ def test_help_names_every_verb(capsys):
     assert run("--help") == 0
     text = capsys.readouterr().out
     assert len(VERBS) == 13 and all(verb[0] in text for verb in VERBS)
+
+
+@pytest.mark.parametrize("words", [(), ("convert",), ("eval", "quality")], ids=" ".join)
+def test_help_is_a_word_too(words, capsys):
+    assert run("help", *words) == 0
+    said = capsys.readouterr().out
+    assert run(*words, "--help") == 0 and capsys.readouterr().out == said and "Usage: mha2mla" in said
+
+
+@pytest.mark.parametrize("verb", ["plan", "convert"])
+def test_the_first_line_comes_before_torch(verb, tiny_source):
+    """Importing it takes seconds."""
+    argv = [verb, str(tiny_source), *([str(tiny_source)] if verb == "convert" else ["--gpu", "h100-80gb"])]
+    code = [sys.executable, "-X", "importtime", "-m", "mha2mla", *argv]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    lines = subprocess.run(code, env=environment, capture_output=True, text=True, check=False).stderr.splitlines()
+    first = next(line for line in lines if not line.startswith("import time:"))
+    assert str(tiny_source) in first
+    modules = [line.rpartition("|")[2].strip() for line in lines]
+    assert lines.index(first) < modules.index("torch")
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=" ".join)

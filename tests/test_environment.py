@@ -1,6 +1,7 @@
 """The record beside a number, and memory that a process keeps."""
 
 import json
+import math
 import os
 import platform
 import subprocess
@@ -105,3 +106,24 @@ def test_keep_freed_memory_avoids_page_faults():
     ]
     # Huge pages of 2 MiB would be as few as 128 faults; what is kept has none.
     assert found[0] > 64 and found[1] < found[0] / 8
+
+
+@pytest.mark.parametrize(
+    ("quota", "load", "device", "said"),
+    [
+        (2.5, 0.1, None, "may use 2.5 cores: set OMP_NUM_THREADS=2"),
+        (math.inf, 5.0, "cpu", "beside other work (load 5.0 on 8 cores)"),
+        (math.inf, 0.1, "cpu", ""),
+        (2.5, 5.0, "cuda:0", ""),
+    ],
+)
+def test_thread_hint(quota, load, device, said, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(module.os.path, "exists", lambda path: False)
+    monkeypatch.setattr(module, "_cpu_quota", lambda: quota)
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(module.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    hint = module.thread_hint(device)
+    assert said in hint and bool(hint) == bool(said)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert module.thread_hint(device) == ""

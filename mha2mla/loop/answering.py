@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from mha2mla.loop.loop import Loop
 from mha2mla.loop.request import Request, Sampling
 from mha2mla.modeling import MHA2MLAForCausalLM
+from mha2mla.modeling.cache_layout import PAGE_SIZE
 from mha2mla.prompts import Answers
 from mha2mla.terminal import progress_bar
 
@@ -42,6 +43,12 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, task: Mapping[str, Any], chat:
         raise ValueError("the tokenizer has no chat template; expected one for messages, or prompts without --chat")
     messages = task.get("messages") or [{"role": "user", "content": task["prompt"]}]
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def pages_for(lengths: Iterable[int], max_sequences: int) -> int:
+    """Pages that the ``max_sequences`` longest of requests of these ``lengths`` fill at a time."""
+    pages = sorted((-(-length // PAGE_SIZE) for length in lengths), reverse=True)
+    return sum(pages[:max_sequences])
 
 
 def answer_all(

@@ -67,6 +67,7 @@ class Loop:
     Args:
         model: converted, or a source with ``attn_implementation="mha2mla"``; in eval mode.
         num_pages: of the cache; default on CUDA most of the free memory, else 1 GiB.
+        max_pages: that the default is at most, where it is known what will be asked.
         page_size: tokens per page.
         max_sequences: that run at a time.
         max_tokens: of a step: what bounds how long a prompt holds up the others.
@@ -84,6 +85,7 @@ class Loop:
         model: BatchModel | PreTrainedModel,
         *,
         num_pages: int | None = None,
+        max_pages: int | None = None,
         page_size: int = PAGE_SIZE,
         max_sequences: int = 64,
         max_tokens: int = 2048,
@@ -93,12 +95,13 @@ class Loop:
     ) -> None:
         model = model if isinstance(model, BatchModel) else paged_model(model)
         self.max_length = max_length or model.config.max_position_embeddings
-        max_pages = -(-self.max_length // page_size)
+        longest = -(-self.max_length // page_size)
         if num_pages is None:
-            num_pages = _pages_for(model, page_size, max_sequences * max_pages)
+            most = max_sequences * longest
+            num_pages = _pages_for(model, page_size, most if max_pages is None else min(most, max_pages))
         self.cache = model.paged_cache(num_pages, page_size)
         self.scheduler = Scheduler(self.cache.allocator, max_sequences, max_tokens, share_prefixes)
-        self.runner = Runner(model, self.cache, min(max_pages, num_pages), max_sequences, recorder or CudaGraphs())
+        self.runner = Runner(model, self.cache, min(longest, num_pages), max_sequences, recorder or CudaGraphs())
         self.progress = Progress()
         self._history: History | None = None
         self._launched: _Launched | None = None

@@ -16,7 +16,7 @@ import torch
 import mha2mla
 from mha2mla.cli import kernels_dtype
 from mha2mla.loop import Loop, Sampling
-from mha2mla.loop.answering import Conversation, answer_all, served, token_ids
+from mha2mla.loop.answering import Conversation, answer_all, pages_for, served, token_ids
 from mha2mla.prompts import Answers, checkpoint_digest, read_prompts
 from tests.commands import run
 
@@ -110,6 +110,26 @@ def test_prompts_on_the_command_line(tiny_converted, capsys):
     assert "--prompt and --file are not given" in capsys.readouterr().err
     assert run("generate", tiny_converted, "--prompt", "x" * 300, *options) == 2
     assert "prompt 1: prompt and answer have up to" in capsys.readouterr().err
+
+
+def test_generate_reserves_pages_for_its_prompts(tiny_converted, tmp_path):
+    record = tmp_path / "record.json"
+    assert run("generate", tiny_converted, "--prompt", "a" * 16, "--max-new-tokens", 4, "--json", record) == 0
+    (row,) = json.loads(record.read_text())["rows"]
+    assert row["cache_bytes"] == 64 * row["cache_bytes_per_token"]
+    assert pages_for([64, 65, 300], 2) == 5 + 2
+
+
+def test_chat_takes_commands(tiny_converted, capsys, monkeypatch):
+    said = []
+    monkeypatch.setattr(Conversation, "say", lambda self, text: said.append(text) or iter(()))
+    cleared = []
+    monkeypatch.setattr(Conversation, "clear", lambda self: cleared.append(self))
+    lines = iter(["/help", "hello", "/nwe", "/new", "/etc/hosts is what?", "/exit", "never read"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    assert run("chat", tiny_converted, "--device", "cpu") == 0
+    assert said == ["hello", "/etc/hosts is what?"] and len(cleared) == 1
+    assert capsys.readouterr().out.count("/exit or an empty line ends") == 3  # at the start, /help, a mistyped one
 
 
 def test_an_interrupt_keeps_what_is_finished(tiny_converted, tmp_path):
