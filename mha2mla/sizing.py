@@ -82,8 +82,8 @@ MEASURED_LOSSES: Mapping[str, tuple[str, Mapping[tuple[str, str], Mapping[float,
             },
         ),
         "Qwen2.5-Coder-0.5B-Instruct": (
-            "prose 512, stdlib 8192",
-            {("latent", "latent"): {0.5: "1.006, 1.039", 0.3125: "1.073, 1.176"}},
+            "licences 512 / 8192",
+            {("latent", "latent"): {0.5: "1.247 / 1.298", 0.3125: "1.867 / 1.866", 0.1875: "2.984 / 2.724"}},
         ),
     }
 )
