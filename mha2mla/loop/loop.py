@@ -14,7 +14,7 @@ from mha2mla.loop.request import Request, Sampling
 from mha2mla.loop.runner import Runner
 from mha2mla.loop.sampler import History, choose
 from mha2mla.loop.scheduler import Chunk, Scheduler
-from mha2mla.modeling import BatchModel, paged_model
+from mha2mla.modeling import BatchModel, PagedCache, paged_model
 from mha2mla.modeling.cache_layout import PAGE_SIZE
 from mha2mla.modeling.recorders import CudaGraphs, Recorder
 
@@ -74,6 +74,7 @@ class Loop:
         max_length: tokens of a request, prompt and answer; default what the model takes.
         share_prefixes: whether full pages of equal beginnings are shared.
         recorder: of decode steps; default CUDA graphs.
+        rotary_key_cache: of a converted model, instead of what its config says.
 
     Attributes:
         cache, scheduler, runner: which do the work.
@@ -92,14 +93,16 @@ class Loop:
         max_length: int | None = None,
         share_prefixes: bool = True,
         recorder: Recorder | None = None,
+        rotary_key_cache: str | None = None,
     ) -> None:
         model = model if isinstance(model, BatchModel) else paged_model(model)
         self.max_length = max_length or model.config.max_position_embeddings
         longest = -(-self.max_length // page_size)
         if num_pages is None:
             most = max_sequences * longest
-            num_pages = _pages_for(model, page_size, most if max_pages is None else min(most, max_pages))
-        self.cache = model.paged_cache(num_pages, page_size)
+            one = model.paged_cache(1, page_size, rotary_key_cache=rotary_key_cache)
+            num_pages = _pages_for(one, most if max_pages is None else min(most, max_pages))
+        self.cache = model.paged_cache(num_pages, page_size, rotary_key_cache=rotary_key_cache)
         self.scheduler = Scheduler(self.cache.allocator, max_sequences, max_tokens, share_prefixes)
         self.runner = Runner(model, self.cache, min(longest, num_pages), max_sequences, recorder or CudaGraphs())
         self.progress = Progress()
@@ -211,9 +214,8 @@ class Loop:
             )
 
 
-def _pages_for(model: BatchModel, page_size: int, most: int) -> int:
-    """Pages that memory allows, at most ``most``."""
-    one = model.paged_cache(1, page_size)
+def _pages_for(one: PagedCache, most: int) -> int:
+    """Pages that memory allows, at most ``most``, of a cache of which ``one`` has one page."""
     room = _CPU_BYTES
     if one.device.type == "cuda":
         room = int(torch.cuda.mem_get_info(one.device)[0] * _SHARE_OF_FREE)

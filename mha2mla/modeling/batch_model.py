@@ -22,7 +22,9 @@ class BatchModel:
     config: Any
     dtype: torch.dtype
 
-    def _batch_layers(self) -> tuple[str | None, Sequence[AttentionConstants], torch.device]:
+    def _batch_layers(
+        self, rotary_key_cache: str | None = None
+    ) -> tuple[str | None, Sequence[AttentionConstants], torch.device]:
         """Name of the attention backend or None, what each layer is told, and where all of them run."""
         raise NotImplementedError
 
@@ -38,7 +40,9 @@ class BatchModel:
         """The module that makes logits."""
         raise NotImplementedError
 
-    def paged_cache(self, num_pages: int, page_size: int = PAGE_SIZE) -> PagedCache:
+    def paged_cache(
+        self, num_pages: int, page_size: int = PAGE_SIZE, *, rotary_key_cache: str | None = None
+    ) -> PagedCache:
         """A cache for ragged batches of this model, in its dtype and on its device; of a converted model with the
         window of its config.
 
@@ -46,15 +50,16 @@ class BatchModel:
             num_pages: pages of each layer; a converted model's take ``num_pages * page_size *
                 config.cache_bytes_per_token(2)`` bytes in 16 bits.
             page_size: tokens per page.
+            rotary_key_cache: of a converted model, instead of what its config says.
 
         Raises:
-            ValueError: there is no backend of the name that was asked for, or it, or every one, refuses a layer, with
-                the reasons; or layers run on several devices.
+            ValueError: ``rotary_key_cache`` is not one that the model can have; there is no backend of the name that
+                was asked for, or it, or every one, refuses a layer, with the reasons; or layers run on several devices.
 
         Warns:
             UserWarning: on CUDA plain torch serves a layer, which nobody asked for by name, with the reason.
         """
-        name, constants, device = self._batch_layers()
+        name, constants, device = self._batch_layers(rotary_key_cache)
         self._prepare_decoder()
         backends = batch_backends(name, constants, device, self.dtype, page_size)
         layers = list(zip(backends, constants, strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +15,9 @@ from mha2mla.modeling.captured import GraphStore
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.recordable import explain_capture
 
+# Fields of a model's config that ``generate`` takes as arguments.
+_CACHE_OPTIONS = ("attention_window", "num_sink_tokens", "rotary_key_cache")
+
 
 class LatentGenerationMixin(GenerationMixin):
     """``generate`` over a :class:`LatentCache`, for a model whose base model is the source's.
@@ -25,8 +27,8 @@ class LatentGenerationMixin(GenerationMixin):
     and graphs of the last call are kept for the next one of as many sequences, unless they take more memory than the
     model does, until :meth:`release_captured`.
 
-    ``generate(..., attention_window=1020, num_sink_tokens=4)``, or a generation config that has them, stand for what
-    the config says by these names, for the cache of one call.
+    ``generate(..., attention_window=1020, num_sink_tokens=4, rotary_key_cache="bfloat16")``, or a generation config
+    that has them, stand for what the config says by these names, for the cache of one call.
     """
 
     graph_store: GraphStore
@@ -45,27 +47,21 @@ class LatentGenerationMixin(GenerationMixin):
         capture: bool | None = None,
         attention_window: int | None = None,
         num_sink_tokens: int | None = None,
+        rotary_key_cache: str | None = None,
         **kwargs: Any,
     ) -> tuple[GenerationConfig, dict[str, Any]]:
-        """``generate``'s hook for its config, which takes the arguments ``capture``, by default True, and
-        ``attention_window`` and ``num_sink_tokens``, by default the config's."""
+        """``generate``'s hook for its config, which takes the arguments ``capture``, by default True, and those of
+        ``_CACHE_OPTIONS``, by default the config's."""
         prepared, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
         prepared.capture = getattr(prepared, "capture", True) if capture is None else capture
-        for name, given in (("attention_window", attention_window), ("num_sink_tokens", num_sink_tokens)):
+        for name, given in zip(_CACHE_OPTIONS, (attention_window, num_sink_tokens, rotary_key_cache), strict=True):
             if given is not None:
                 setattr(prepared, name, given)
         return prepared, model_kwargs
 
     def _config_of_cache(self, generation_config: GenerationConfig) -> MHA2MLAConfig:
-        """The model's; a copy with the window that ``generate`` was asked for, if it was."""
-        names = ("attention_window", "num_sink_tokens")
-        asked = {name: getattr(generation_config, name, None) for name in names}
-        if all(value is None for value in asked.values()):
-            return self.config
-        config = copy.copy(self.config)
-        for name, value in asked.items():
-            setattr(config, name, getattr(config, name) if value is None else value)
-        return config
+        """The model's; a copy with the options that ``generate`` was given, if it was."""
+        return self.config.with_options(**{name: getattr(generation_config, name, None) for name in _CACHE_OPTIONS})
 
     def prepare_inputs_for_generation(
         self,
@@ -130,7 +126,7 @@ class LatentGenerationMixin(GenerationMixin):
         The other implementations, and caches that the caller brings, are left to transformers.
 
         Raises:
-            ValueError: ``attention_window`` or ``num_sink_tokens`` is not what a cache that the caller brings has.
+            ValueError: an option of ``_CACHE_OPTIONS`` is not what a cache that the caller brings was made with.
         """
         config = self._config_of_cache(generation_config)
         kind = generation_config.cache_implementation
@@ -145,10 +141,10 @@ class LatentGenerationMixin(GenerationMixin):
             cache = model_kwargs.get("past_key_values")
             has = cache.constants if isinstance(cache, LatentCache) else self.config.attention_constants()
             if config is not self.config and has != config.attention_constants():
+                options = ", ".join(f"{name} is {getattr(config, name)!r}" for name in _CACHE_OPTIONS)
                 raise ValueError(
-                    f"attention_window is {config.attention_window} and num_sink_tokens {config.num_sink_tokens} for"
-                    f" {type(cache).__name__ if cache is not None else 'no cache'}; expected a LatentCache of a config"
-                    " that says so, or that the model's config says so"
+                    f"{options} for {type(cache).__name__ if cache is not None else 'no cache'}; expected a LatentCache"
+                    " of a config that says so, or that the model's config says so"
                 )
             if isinstance(cache, LatentCache):
                 captures = generation_config.capture and self.explain_uncaptured() is None

@@ -261,11 +261,14 @@ class MHA2MLAForCausalLM(
             return attention_mask.masked_fill(token >= length, 0)
         return attention_mask
 
-    def _batch_layers(self) -> tuple[str | None, Sequence[AttentionConstants], torch.device]:
+    def _batch_layers(
+        self, rotary_key_cache: str | None = None
+    ) -> tuple[str | None, Sequence[AttentionConstants], torch.device]:
         device, *others = dict.fromkeys(map(self._execution_device, range(len(self.model.layers))))
         if others:
             raise ValueError(f"layers run on {device} and {others[0]}; expected one device, or generate")
-        return self.config.attention_backend, self.config.attention_constants(), device
+        config = self.config.with_options(rotary_key_cache=rotary_key_cache)
+        return config.attention_backend, config.attention_constants(), device
 
     def _batch_logits(self, batch: SequenceBatch, arguments: dict[str, Any], kept: Tensor | None) -> Tensor:
         self._length_watch.see_batch(batch.lengths[:2].sum(0))

@@ -68,7 +68,13 @@ class PagedSource(BatchModel):
     def _prepare_decoder(self) -> None:
         self._decoder = FusedDecoder.prepare_source(self.model)
 
-    def _batch_layers(self) -> tuple[str | None, Sequence[AttentionConstants], torch.device]:
+    def _batch_layers(
+        self, rotary_key_cache: str | None = None
+    ) -> tuple[str | None, Sequence[AttentionConstants], torch.device]:
+        if rotary_key_cache not in (None, "none", "auto"):
+            raise ValueError(
+                f"rotary_key_cache is {rotary_key_cache!r}; expected None for a source, whose keys are all cached"
+            )
         return self._backend_name, self.constants, self.device
 
     def _batch_logits(self, batch: SequenceBatch, arguments: dict[str, Any], kept: Tensor | None) -> Tensor:

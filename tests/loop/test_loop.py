@@ -11,7 +11,16 @@ from tests.modeling import models
 from tests.modeling.tape import Tape
 
 PAGE = 8
-LAYOUTS = ("per-group", "shared", "latent", "some sliding", "latent per layer", "sliding", "latent sliding")
+LAYOUTS = (
+    "per-group",
+    "kept qk-norm",
+    "latent",
+    "shared",
+    "some sliding",
+    "kept per layer",
+    "sliding",
+    "latent sliding",
+)
 SOURCES = ("qwen2", "llama-yarn-tied", "qwen2-sliding", "qwen3")
 
 

@@ -9,7 +9,7 @@ from mha2mla.modeling import LatentCache
 from tests.modeling import models
 
 # Keys as wide as values, wider, narrower; under a window; one layer of each.
-CASES = ("per-group", "shared", "some sliding", "per layer", "latent some sliding")
+CASES = ("per-group", "shared", "some sliding", "per layer", "latent some sliding", "kept per layer")
 
 
 @torch.no_grad()

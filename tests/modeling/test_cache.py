@@ -26,12 +26,12 @@ def tensors(cache) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", ["per-group", "shared", "per-head", "per layer", "latent", "latent per layer"])
+@pytest.mark.parametrize("case", ["per-group", "shared", "per-head", "per layer", "latent", "kept per layer"])
 def test_bytes_are_exact(case, dtype):
     """Nothing but c and k_pe: pages times the config's bytes per token, and a few integers of bookkeeping."""
     model = models.mla_model(case).to(dtype)
     per_token = model.config.cache_bytes_per_token(dtype.itemsize)
-    numbers = sum(model.config.layer_geometry(i).cache_numel_per_token for i in range(2))
+    numbers = sum(model.config.cached_geometry(i).cache_numel_per_token for i in range(2))
     assert per_token == numbers * dtype.itemsize < model.config.source_cache_bytes_per_token(dtype.itemsize)
     ids = models.tokens(3, 33)
     for keys, pages in (({}, 3), ({"max_cache_len": 60}, 4)):
@@ -77,7 +77,7 @@ def test_a_static_cache_does_not_move_and_has_an_end():
 class TestVerbs:
     """Each verb, then one step, against a cache that was filled with what the verb should leave."""
 
-    @pytest.fixture(params=["some sliding", "latent some sliding"])
+    @pytest.fixture(params=["some sliding", "latent some sliding", "kept some sliding"])
     def model(self, request):
         return models.mla_model(request.param)
 

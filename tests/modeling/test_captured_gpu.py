@@ -14,7 +14,7 @@ from tests.modeling.test_captured import MODES
 from tests.modeling.test_gpu import batch, make
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
-LAYOUTS = ("per-group", "shared", "latent")
+LAYOUTS = ("per-group", "shared", "latent", "kept")
 # Weights that outweigh the caches of these tests: pages are kept from call to call.
 WIDE = {"intermediate_size": 32_768}
 

@@ -133,7 +133,7 @@ def test_construction_without_memory():
     assert model._no_split_modules == {"LlamaDecoderLayer"}
 
 
-@pytest.mark.parametrize("case", ["per-group", "latent"])
+@pytest.mark.parametrize("case", ["per-group", "latent", "kept qk-norm"])
 @pytest.mark.parametrize("offloaded", [("model.embed_tokens",), ("model.layers.0",), ("model.",)])
 @torch.no_grad()
 def test_offloaded_weights(offloaded, case, tmp_path):

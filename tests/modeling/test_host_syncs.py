@@ -80,7 +80,9 @@ def test_the_watch_sees_a_read(read):
         read(number)
 
 
-@pytest.mark.parametrize("case", ["per-group", "some sliding", "per layer", "latent", "latent per layer"])
+@pytest.mark.parametrize(
+    "case", ["per-group", "some sliding", "per layer", "latent", "latent per layer", "kept per layer"]
+)
 @pytest.mark.parametrize("placed", [False, True], ids=["no positions", "positions"])
 @pytest.mark.parametrize("masked", [False, True], ids=["no mask", "left padding"])
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])

@@ -12,7 +12,7 @@ from tests.few import few
 from tests.modeling import models
 from tests.modeling.models import TOLERANCE
 
-CASES = ("per-group", "shared", "some sliding", "per layer", "latent", "latent some sliding")
+CASES = ("per-group", "shared", "some sliding", "per layer", "latent", "kept some sliding")
 REFUSED = "attention_mask hides tokens between visible ones"
 
 

@@ -72,7 +72,9 @@ def test_families(case, rope_from_latent):
 
 
 @pytest.mark.parametrize("new", [1, 5, 30])
-@pytest.mark.parametrize(("case", "right"), [("latent", True), ("latent some sliding", True), ("per-group", False)])
+@pytest.mark.parametrize(
+    ("case", "right"), [("latent", True), ("latent some sliding", True), ("per-group", False), ("kept qk-norm", False)]
+)
 @torch.no_grad()
 def test_latent_pages_serve_other_positions(case, right, new):
     """A prefix that saw nothing before it, behind a page that nobody sees; stored keys would be a page too far away."""

@@ -15,7 +15,7 @@ from tests.modeling.test_gpu import CASES
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
-@pytest.fixture(params=["per-group", "latent"])
+@pytest.fixture(params=["per-group", "latent", "kept"])
 def model(request) -> MHA2MLAForCausalLM:
     """bfloat16, two layers, 6 query and 2 kv heads of width 64."""
     source = models.source_config("llama", hidden_size=384, head_dim=64, initializer_range=0.05)

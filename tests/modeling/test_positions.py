@@ -45,7 +45,7 @@ def counts_on(mask: torch.Tensor, numbers: torch.Tensor, start: int, stop: int) 
 def test_fuzz_against_the_uncached_forward(seed, monkeypatch):
     """Any mask, any numbering, in every form: the logits are those without a cache, or nothing has happened."""
     rng = random.Random(seed)
-    model = models.mla_model(rng.choice(["latent", "latent some sliding", "latent per layer"]))
+    model = models.mla_model(rng.choice(["latent", "kept some sliding", "kept per layer"]))
     batch, length = rng.randint(1, 3), rng.randint(4, 26)
     ids, mask = models.tokens(batch, length), random_mask(rng, batch, length)
     numbers, looks = numbering(rng, mask), rng.random() < 0.6

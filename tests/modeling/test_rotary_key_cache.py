@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from transformers import DynamicCache
 
+from mha2mla.loop import Loop, Sampling
 from mha2mla.modeling import LatentCache
 from mha2mla.modeling.config import cache_bytes, keeps_rotary_keys
 from tests.modeling import models
@@ -68,6 +70,77 @@ def test_rotary_key_cache_auto_rule():
         assert config.cache_bytes_per_token(2) == bytes_per_token and cache_bytes(config, 5, 4) == 10 * bytes_per_token
         assert config.layer_geometry(1).cache_numel_per_token == 76  # the checkpoint's
     assert not keeps_rotary_keys(models.mla_config("shared", rotary_key_cache="auto"))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static", None])
+def test_generate_keeps_keys_for_one_call(kind):
+    """The tokens of computed keys; config and other calls stay as they are."""
+    model, inputs = models.mla_model("latent some sliding"), models.padded(12, 7, 1)
+    options = {"max_new_tokens": 14, "do_sample": False, "cache_implementation": kind, "return_dict_in_generate": True}
+    beams = {"num_beams": 3, "num_return_sequences": 2}
+    for further in ({}, beams, {"attention_window": 12, "num_sink_tokens": 3}, {"prefill_chunk_size": 5}):
+        if "attention_window" in further:
+            model = models.mla_model("latent qk-norm")
+        found = {}
+        for mode in ("none", "bfloat16", None):
+            out = model.generate(**inputs, **options, **further, rotary_key_cache=mode)
+            found[mode] = out.sequences
+            assert ("rope_cache" in out.past_key_values.layers[0].tensors) == (mode == "bfloat16")
+        assert torch.equal(found["none"], found["bfloat16"]) and torch.equal(found["none"], found[None])
+    assert model.config.rotary_key_cache == "none"
+
+
+@torch.no_grad()
+def test_batches_and_loops_take_a_rotary_key_cache():
+    model, ids = models.mla_model("latent qk-norm"), models.tokens(1, 40)
+    assert all("rope_cache" not in tensors for tensors in model.paged_cache(2).tensors)
+    cache = model.paged_cache(4, 16, rotary_key_cache="bfloat16")
+    assert cache.nbytes == 64 * kept(model).config.cache_bytes_per_token(4)
+    batch = cache.extend({cache.open(): 40})
+    logits = model.forward_batch(ids[0], cache.step(batch), all_logits=True)
+    assert models.relative_error(logits, model(ids, use_cache=False).logits[0]) < models.TOLERANCE
+    kept(model, "none")
+    for mode, keys in (("bfloat16", 2 * 10 * 4), (None, 0)):
+        loop = Loop(model, num_pages=6, page_size=16, max_length=96, rotary_key_cache=mode)
+        assert loop.cache_bytes_per_token == model.config.cache_bytes_per_token(4) + keys
+        request = loop.add(ids[0].tolist(), Sampling(9))
+        loop.run()
+        assert request.tokens == model.generate(ids, max_new_tokens=9, do_sample=False)[0].tolist()
+    source = models.source_model("llama")
+    source.set_attn_implementation("mha2mla")
+    with pytest.raises(ValueError, match="rotary_key_cache is 'bfloat16'; expected None for a source"):
+        Loop(source, num_pages=6, rotary_key_cache="bfloat16")
+
+
+@torch.no_grad()
+def test_a_cache_keeps_its_mode():
+    """Whatever the config says afterwards; generate refuses to be asked for another."""
+    model, ids = models.mla_model("latent"), models.tokens(2, 9)
+    expected, cache = model(ids, use_cache=False).logits, LatentCache(kept(model).config)
+    first = model(ids[:, :5], past_key_values=cache).logits
+    logits = kept(model, "none")(ids[:, 5:], past_key_values=cache).logits
+    assert models.relative_error(torch.cat((first, logits), 1), expected) < models.TOLERANCE
+    assert cache.layers[0].tensors["rope_cache"].shape[2:] == (1, 6)
+    for mode, made in (("none", cache), ("bfloat16", LatentCache(model.config)), ("bfloat16", DynamicCache())):
+        with pytest.raises(ValueError, match=f"rotary_key_cache is '{mode}' for {type(made).__name__}; expected a"):
+            kept(model, "bfloat16" if mode == "none" else "none").generate(
+                ids, past_key_values=made, max_new_tokens=2, rotary_key_cache=mode
+            )
+
+
+def test_gradients_pass_through_kept_keys():
+    """Of a first call, whose keys are computed where their history is, and put into the cache."""
+    model, ids = models.mla_model("latent no nope"), models.tokens(2, 9)
+    weight = model.model.layers[1].self_attn.k_rope_proj.weight
+    (expected,) = torch.autograd.grad(model(ids, use_cache=False).logits.square().sum(), weight)
+    cache = LatentCache(kept(model).config)
+    (found,) = torch.autograd.grad(model(ids, past_key_values=cache).logits.square().sum(), weight)
+    assert models.relative_error(found, expected) < models.TOLERANCE
+    new = models.tokens(2, 1)
+    with torch.no_grad():
+        logits = model(new, past_key_values=cache).logits
+        expected = model(torch.cat((ids, new), 1), use_cache=False).logits[:, 9:]
+    assert models.relative_error(logits, expected) < models.TOLERANCE
 
 
 def test_rotary_key_cache_refusals():

@@ -16,7 +16,7 @@ from mha2mla.modeling.tensor_parallel import tensor_parallel_plan
 from tests.modeling import models
 
 # A rotary key per head and per group, or none cached; norms of queries, biases, ranks by layer, windows.
-CASES = ("per-group", "per layer", "some sliding", "latent qk-norm", "per-head")
+CASES = ("per-group", "per layer", "some sliding", "latent qk-norm", "per-head", "kept qk-norm")
 OPTIONS = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
 ROOT = Path(__file__).parents[2]
 
