@@ -18,10 +18,10 @@ STAMP   := $(VENV)/.installed
 # One torch thread per test process: more of them fight for the same cores.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help demo test lint format notebook notebook-outputs clean
+.PHONY: help demo test docs lint format notebook notebook-outputs clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -9; echo; echo 'targets: demo test lint format notebook notebook-outputs clean'
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -9; echo; echo 'targets: demo test docs lint format notebook notebook-outputs clean'
 
 # Keyed on pyproject.toml: a changed dependency brings the environment up to date on the next call.
 # The CPU build of PyTorch is offered under a local version; where it is not, the plain release does the same work.
@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml
 	elif nvidia-smi -L >/dev/null 2>&1; then echo "installing PyTorch for the GPU"; $$pip "torch==2.13.0"; \
 	else echo "installing PyTorch for the CPU"; \
 	  $$pip "torch==2.13.0+cpu" 2>/dev/null || $$pip "torch==2.13.0"; fi; \
-	echo "installing mha2mla and what it needs"; $$pip -e ".[dev,notebooks]"
+	echo "installing mha2mla and what it needs"; $$pip -e ".[dev,docs,notebooks]"
 	@touch $@
 
 demo: $(STAMP)
@@ -41,6 +41,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST)
+
+docs: $(STAMP)
+	.ci/docs $(BIN)/python
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -23,7 +23,7 @@ from tests.commands import VERBS, parse
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
@@ -200,6 +200,11 @@ def test_pages_that_code_refers_to_exist():
                 assert not page.startswith(("docs", "benchmarks")) or (ROOT / page).is_file(), f"{file}: {page}"
 
 
+def test_the_site_has_every_page():
+    listed = re.findall(r"[\w/-]+\.md$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M)
+    assert sorted(listed) == sorted(page.removeprefix("docs/") for page in TEXTS if page.startswith("docs/"))
+
+
 def test_every_file_of_rows_is_explained():
     rows = {path.name for path in (ROOT / "benchmarks" / "results").iterdir()}
     named = {name for text in TEXTS.values() for name in re.findall(r"`benchmarks/results/([\w-]+\.json)`", text)}
@@ -227,7 +232,7 @@ def test_the_picture_shows_the_recorded_rows():
     svg = (ROOT / "docs" / "quality.svg").read_text(encoding="utf-8")
     shown = {"".join(each.itertext()) for each in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")}
     points = plots.lengths_and_losses(plots._presets(rows), 0.5)
-    assert len(points) > 3 and shown.issuperset(points), "draw it anew, as docs/checking.md says"
+    assert len(points) > 3 and shown.issuperset(points), "draw it anew, as benchmarks/README.md says"
     assert len(svg) < 60_000
 
 
