@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -230,8 +230,13 @@ def eval_latency(
 
     options = {"device": place, "dtype": weights_dtype, "min_run_time": min_run_time, "check": not no_check}
     if preset is not None:
-        rows, columns = _published_latency(preset, save, **options)
-        _show(rows, columns, title=title, kind="latency", json=record, **fields)
+        from mha2mla.eval.op_latency import PRESET_COLUMNS, preset_latency
+
+        rows = []
+        for row in preset_latency(preset, progress=True, **options):
+            rows.append(row)
+            save(rows)
+        _show(rows, PRESET_COLUMNS, title=title, kind="latency", json=record, **fields)
     else:
         from mha2mla.eval.latency import model_latency
 
@@ -328,17 +333,3 @@ def _check_models(
         raise ValueError(
             f"{', '.join(extra)} is given beside {given[0]}; expected without, since it would change nothing"
         )
-
-
-def _published_latency(
-    name: str, save: Callable[[list[dict[str, Any]]], None], **options: Any
-) -> tuple[list[dict[str, Any]], Mapping[str, str]]:
-    """Rows, saved one by one, and the columns of their table."""
-    from mha2mla.eval import op_latency
-    from mha2mla.terminal import progress_bar
-
-    rows, total = [], len(op_latency.PRESETS[name].published) * (len(op_latency.PRESET_BASELINES) + 1)
-    for row in progress_bar(op_latency.preset_latency(name, **options), show=True, total=total, desc=name, unit="row"):
-        rows.append(row)
-        save(rows)
-    return rows, op_latency.PRESET_COLUMNS

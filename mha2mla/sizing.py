@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from mha2mla.checkpoints import did_you_mean
+from mha2mla.modeling.cache_layout import PAGE_SIZE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from mha2mla.geometry import MLAGeometry
 
 ITEMSIZE = 2  # bytes: weights and caches are bfloat16
-PAGE_SIZE = 64  # tokens
 MEMORY_SHARE = 0.9  # of a GPU's memory for weights and cache, as eval latency takes
 READ_SHARE = 4.28 / 4.8  # of the datasheet's rate, read by attention kernels on an H200 (docs/notes/step.md)
 PRODUCT_SHARE = 800 / 989  # of the datasheet's dense bfloat16 rate, on a Hopper

@@ -6,6 +6,7 @@ import operator
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -143,7 +144,7 @@ def _row(
     prompts: torch.Tensor, settings: GenerationSettings, source: torch.nn.Module, converted: torch.nn.Module
 ) -> GenerationRow:
     ours = [_continuations(model, prompts, settings.new_tokens) for model in (source, converted)]
-    same = [_same_tokens(*pair) for pair in zip(*ours, strict=True)]
+    same = [sum(takewhile(bool, map(operator.eq, *pair))) for pair in zip(*ours, strict=True)]
     return GenerationRow(
         text=settings.text,
         prompt_tokens=prompts.shape[1],
@@ -183,19 +184,12 @@ def _continuations(model: torch.nn.Module, prompts: torch.Tensor, new_tokens: in
     return found
 
 
-def _same_tokens(first: Sequence[int], second: Sequence[int]) -> int:
-    pairs = zip(first, second, strict=False)
-    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
-
-
 def _agreement(prompts: torch.Tensor, continuations: Sequence[Sequence[int]], converted: torch.nn.Module) -> float:
     """Share of the continuations' tokens that ``converted`` ranks first, given all tokens before."""
-    predictor = Predictor(converted)
-    agreeing = total = 0
-    for prompt, tokens in zip(prompts, continuations, strict=True):
-        tokens = torch.tensor(tokens)
+    predictor, agreeing = Predictor(converted), []
+    for prompt, made in zip(prompts, continuations, strict=True):
+        tokens = torch.tensor(made)
         logits_of = predictor.next_tokens(torch.cat([prompt, tokens])[None])
         chosen = logits_of(slice(len(prompt) - 1, len(prompt) - 1 + len(tokens))).argmax(-1).cpu()
-        agreeing += int((chosen == tokens).sum())
-        total += len(tokens)
-    return agreeing / total
+        agreeing += (chosen == tokens).tolist()
+    return sum(agreeing) / len(agreeing)

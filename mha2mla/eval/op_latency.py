@@ -16,6 +16,7 @@ from torch import Tensor
 from mha2mla.eval.measurement import measured, unless_out_of_memory
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import explain_gqa_decode, explain_mla_decode, gqa_decode, mla_decode, plan_gqa_decode
+from mha2mla.terminal import progress_bar
 from mha2mla.testing.numeric_check import Judgement, PlainAttention, plain_attention, verdict
 from mha2mla.testing.problems import LatentProblem, Problem, judge
 from mha2mla.testing.timing import time_callable
@@ -291,11 +292,12 @@ PRESET_COLUMNS = {
 }
 
 
-def preset_latency(name: str, **options: Any) -> Iterator[dict[str, Any]]:
+def preset_latency(name: str, *, progress: bool = False, **options: Any) -> Iterator[dict[str, Any]]:
     """Rows of a preset: every implementation at each of its shapes, a layer and all layers, beside published times.
 
     Args:
         name: of the preset.
+        progress: show a bar, on standard error.
         options: ``dtype``, ``device``, ``min_run_time``, ``check`` of :func:`attention_latency`.
 
     Yields:
@@ -309,7 +311,8 @@ def preset_latency(name: str, **options: Any) -> Iterator[dict[str, Any]]:
     if name not in PRESETS:
         raise ValueError(f"preset is {name!r}; expected one of {', '.join(PRESETS)}")
     preset = PRESETS[name]
-    for (batch, seqlen), (mha_ms, mla_ms) in preset.published.items():
+    shapes = preset.published.items()
+    for (batch, seqlen), (mha_ms, mla_ms) in progress_bar(shapes, desc=name, unit="shape", show=progress):
         shape = {"batch_sizes": (batch,), "seqlens": (seqlen,)}
         rows = attention_latency(preset.geometry, baselines=PRESET_BASELINES, **shape, **options)
         ours = rows[-1].get("us_p50")

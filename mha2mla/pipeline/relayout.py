@@ -59,27 +59,16 @@ def change_layout(arguments: Arguments, folder: Path, started: float) -> Convers
             check_unchanged(folder, files)
             parities = verify(arguments, opened, model, made, held_out, exact="the layout 'latent'")
             report = make_report(
-                arguments,
-                opened,
-                serving,
-                held_out,
-                parities,
-                [{}] * len(serving),
+                *(arguments, opened, model, config, serving, held_out, parities, written),
                 geometry=serving[0].geometry,
                 source_cache_numel_per_token=sum(
                     before.layer_geometry(index).cache_numel_per_token for index in range(len(serving))
                 ),
-                recipe=config.recipe,
                 preset="none: no number was changed by more than its place",
                 better="nothing: no number was lost",
-                calibrated_length=config.calibrated_length,
-                device=str(device),
                 seconds={"total": time.perf_counter() - started},
-                written=written,
-                models=(model, config),
             )
             write_report(arguments, device, made, report, MADE)
-            check_unchanged(folder, files)
     return report
 
 

@@ -26,8 +26,6 @@ from mha2mla.pipeline.check import Arguments, HeldOut
 from mha2mla.stored_tensors import num_parameters
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
     from mha2mla.modeling import LayerAttention
     from mha2mla.modeling.config import MHA2MLAConfig
 
@@ -159,28 +157,29 @@ class ConversionReport:
 def make_report(
     arguments: Arguments,
     opened: OpenedFolder,
+    source: StreamedModel,
+    config: MHA2MLAConfig,
     serving: Sequence[LayerAttention],
     held_out: Sequence[HeldOut],
     parities: Sequence[ParityReport],
-    records: Sequence[Mapping[str, Any]],
     written: ShardedWriter,
-    models: tuple[StreamedModel, PreTrainedConfig],
+    *,
+    records: Sequence[Mapping[str, Any]] = (),
     **others: Any,
 ) -> ConversionReport:
     """The report of what was written and compared.
 
     Args:
+        config: of what was made of ``source``.
         serving: what will serve the written layers.
         held_out, parities: the texts that it was compared on, in short windows and in a long one, and what was found.
-        records: of each layer, what its conversion said.
         written: what wrote the weights.
-        models: the source, and the config of what was made of it.
+        records: what the conversion of each layer said.
         others: further fields.
     """
     from mha2mla.modeling.served import describe
 
     geometries = [layer.geometry for layer in serving]
-    source, config = models
     (text, parity), (long_text, long_parity) = (*zip(held_out, parities, strict=True), (None, None))[:2]
     return ConversionReport(
         name=Path(arguments.destination).resolve().name,
@@ -190,6 +189,9 @@ def make_report(
         model_type=opened.config.model_type,
         num_layers=len(geometries),
         cache_numel_per_token=sum(each.cache_numel_per_token for each in geometries),
+        recipe=config.recipe,
+        calibrated_length=config.calibrated_length,
+        device=str(source.device),
         evaluation_text=text.text,
         evaluation_length=text.tokens.shape[1],
         compute_dtype=str(arguments.compute_dtype).removeprefix("torch."),
@@ -200,7 +202,7 @@ def make_report(
         long_parity=long_parity,
         layers=tuple(
             {**vars(row), "kv_lora_rank": geometry.kv_lora_rank, **record}
-            for row, geometry, record in zip(parity.layers, geometries, records, strict=True)
+            for row, geometry, record in zip(parity.layers, geometries, records or [{}] * len(serving), strict=True)
         ),
         decode_backend=f"on CUDA {describe(serving)}",
         parameters=num_parameters(config),

@@ -153,36 +153,25 @@ def _run(plan: Plan, started: float, seconds: dict[str, float]) -> ConversionRep
                 written = write_weights(arguments, plan.model, folder, attention, replaced)
             with _timed(seconds, "verify"):
                 check_unchanged(opened.folder, files)
-                exact = (
-                    "the full-rank conversion" if all(each.is_full_rank for each in prepared.walk.geometries) else None
-                )
+                is_exact = all(each.is_full_rank for each in prepared.walk.geometries)
+                exact = "the full-rank conversion" if is_exact else None
                 parities = verify(arguments, opened, plan.model, folder, plan.held_out, exact=exact)
             seconds["total"] = time.perf_counter() - started
             target, windows = plan.recipe.target, prepared.walk.windows
             report = make_report(
-                arguments,
-                opened,
-                serving,
-                plan.held_out,
-                parities,
-                [layers.record(layer) for layer in layers],
+                *(arguments, opened, plan.model, config, serving, plan.held_out, parities, written),
+                records=[layers.record(layer) for layer in layers],
                 geometry=prepared.geometry,
                 source_cache_numel_per_token=len(layers) * prepared.geometry.source_cache_numel_per_token,
-                recipe=config.recipe,
                 searches=prepared.searches,
                 preset=plan.preset,
                 better=better_than(plan.recipe.preset, target.layout, target.cache_ratio),
                 calibration_tokens=0 if windows is None else windows.tokens.numel(),
-                calibrated_length=config.calibrated_length,
-                device=str(device),
                 rope_note=plan.spec.rope_note,
                 resumed_layers=resumed,
                 seconds=seconds,
-                written=written,
-                models=(plan.model, config),
             )
             write_report(arguments, device, folder, report, MADE)
-            check_unchanged(opened.folder, files)
     return report
 
 

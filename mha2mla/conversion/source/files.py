@@ -100,13 +100,17 @@ def identify(folder: Path, names: Iterable[str]) -> dict[str, FileIdentity]:
 def faults_of_the_source_named(
     folder: Path, before: dict[str, FileIdentity], discard: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Whatever a source that changes does to a conversion is said to be its doing, and nothing of that is kept.
+    """Says of a source that changed meanwhile that it did, whatever else that led to; nothing of that is kept.
 
     Args:
         discard: called where it changed.
+
+    Raises:
+        SourceChangedError: naming the file.
     """
     try:
         yield
+        check_unchanged(folder, before)
     except SourceChangedError:
         discard()
         raise
