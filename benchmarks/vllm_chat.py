@@ -8,7 +8,6 @@ Needs vLLM and openai (docs/serving.md); run from a clone.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -26,6 +25,7 @@ from urllib.request import urlopen
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.recording import command
 from benchmarks.vllm_engine import with_entry_point
 from mha2mla.environment import collect_environment, describe_environment
 
@@ -39,15 +39,15 @@ MODULES = {"mha2mla": "mha2mla", "vllm": "vllm.entrypoints.cli.main"}
 Say = Callable[[str], None]
 
 
-def command(words: Sequence[str]) -> list[str]:
+def command_of(words: Sequence[str]) -> list[str]:
     """Command that runs ``mha2mla …`` or ``vllm …`` where only the modules lie on the path."""
     return [sys.executable, "-m", MODULES[words[0]], *words[1:]]
 
 
-def convert(words: Sequence[str], folder: Path, say: Say) -> None:
+def run_conversion(words: Sequence[str], folder: Path, say: Say) -> None:
     """Raises RuntimeError with what it said, if the conversion failed."""
     say(f"$ {shlex.join(words)}")
-    done = subprocess.run(command(words), cwd=folder, capture_output=True, text=True, check=False)
+    done = subprocess.run(command_of(words), cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{shlex.join(words)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
     for line in done.stdout.rstrip().splitlines():
@@ -94,13 +94,13 @@ def chat(port: int, model: str, say: Say) -> None:
         messages.append({"role": "assistant", "content": text})
 
 
-def serve(words: Sequence[str], port: int, folder: Path, patience: float, say: Say) -> None:
+def run_server(words: Sequence[str], port: int, folder: Path, patience: float, say: Say) -> None:
     """Serves, chats, ends the server, and tells what it logged."""
     say(f"$ {shlex.join(words)} &")
     log = folder / "server.log"
     with log.open("w") as file:
         server = subprocess.Popen(
-            command(words), cwd=folder, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            command_of(words), cwd=folder, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
         took = wait_for(server, port, patience)
@@ -122,32 +122,42 @@ def serve(words: Sequence[str], port: int, folder: Path, patience: float, say: S
             say(re.sub(r"\x1b\[\d*m", "", line).replace(f"{folder}/", ""))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    root = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    root.add_argument("source", type=Path)
-    root.add_argument("--log", type=Path, required=True)
-    root.add_argument("--convert", default="--preset quick --cache-ratio 0.5", help="flags of mha2mla convert")
-    root.add_argument("--serve", default="", help="flags of vllm serve")
-    root.add_argument("--port", type=int, default=8000)
-    root.add_argument("--patience", type=float, default=240.0, help="seconds for the server to come up")
-    arguments = root.parse_args(argv)
+def run(
+    source: Path,
+    *,
+    log: Path,
+    convert: str = "--preset quick --cache-ratio 0.5",
+    serve: str = "",
+    port: int = 8000,
+    patience: float = 240.0,
+) -> bool:
+    """Converts, serves and chats.
+
+    Args:
+        source: folder of the source checkpoint.
+        log: file that gets the log.
+        convert: flags of mha2mla convert.
+        serve: flags of vllm serve.
+        port: of the server.
+        patience: seconds for the server to come up.
+    """
     with_entry_point()
-    arguments.log.write_text("")
+    log.write_text("")
 
     def say(line: str) -> None:
         print(line, flush=True)
-        with arguments.log.open("a") as file:
+        with log.open("a") as file:
             file.write(line + "\n")
 
     say(f"# {describe_environment(collect_environment())}")
     with tempfile.TemporaryDirectory() as name:
-        folder, source = Path(name), arguments.source.resolve().name
-        (folder / source).symlink_to(arguments.source.resolve())
-        convert(["mha2mla", "convert", source, f"{source}-mla", *shlex.split(arguments.convert)], folder, say)
-        options = [*shlex.split(arguments.serve), *(["--port", str(arguments.port)] if arguments.port != 8000 else [])]
-        serve(["vllm", "serve", f"{source}-mla", *options], arguments.port, folder, arguments.patience, say)
-    return 0
+        folder, model = Path(name), source.resolve().name
+        (folder / model).symlink_to(source.resolve())
+        run_conversion(["mha2mla", "convert", model, f"{model}-mla", *shlex.split(convert)], folder, say)
+        options = [*shlex.split(serve), *(["--port", str(port)] if port != 8000 else [])]
+        run_server(["vllm", "serve", f"{model}-mla", *options], port, folder, patience, say)
+    return True
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(run))

@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,28 @@ FAMILIES = {
     "gemma3_text": {"hidden_size": 640, "intermediate_size": 2048, "num_attention_heads": 4, "num_key_value_heads": 1,
                     "head_dim": 256, "sliding_window": 512},
 }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """Settings of vLLM's engine.
+
+    Args:
+        memory: share of the GPU's.
+        cache_gb: GiB of the cache; default what ``memory`` leaves.
+        graphs: batches of CUDA graphs; default vLLM's.
+        json: also write every row to this file.
+    """
+
+    memory: float = 0.3
+    cache_gb: float | None = None
+    graphs: list[int] | None = None
+    json: str | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of :func:`engine`."""
+        cache = {} if self.cache_gb is None else {"kv_cache_memory_bytes": int(self.cache_gb * 2**30)}
+        return {"gpu_memory_utilization": self.memory, "graphs": self.graphs, **cache}
 
 
 def random_config(shape: str, layout: str, layers: int | None = None, positions: int = 8192) -> MHA2MLAConfig:

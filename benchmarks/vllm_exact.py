@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from cyclopts import Parameter
 from transformers import AutoModelForCausalLM
 
 from benchmarks.recording import Recording
-from benchmarks.vllm_engine import checkpoint, engine, greedy, prompts_of
+from benchmarks.vllm_engine import EngineSettings, checkpoint, engine, greedy, prompts_of, with_entry_point
 from mha2mla.modeling import MHA2MLAConfig
 
 PROMPT_LENGTHS = (12, 40, 100, 333, 700, 1500)
@@ -79,9 +80,46 @@ def judge(models: Sequence[Any], prompt: list[int], tokens: list[int]) -> dict[s
     }
 
 
-def exact(arguments: argparse.Namespace, table: Recording) -> None:
-    """Adds rows of every checkpoint: a batch of prompts, the same again, and requests of which some are cancelled."""
-    for name in arguments.checkpoints:
+@dataclass(frozen=True, kw_only=True)
+class ExactSettings(EngineSettings):
+    """Requests, and settings of vLLM that must not change a token.
+
+    Args:
+        tokens: of an answer.
+        layers: of random models.
+        requests: beside the batch, of which some are cancelled.
+        eager: without compilation and CUDA graphs.
+        no_prefix_caching: every prompt is computed.
+        chunk: most tokens of a step.
+        blocks: pages of the cache.
+        draft: tokens that are drafted a step.
+        drafter: a folder of a model with the same vocabulary; default the sequence's n-grams.
+        tp: GPUs.
+    """
+
+    tokens: int = 128
+    layers: int = 4
+    requests: int = 0
+    eager: bool = False
+    no_prefix_caching: bool = False
+    chunk: int | None = None
+    blocks: int | None = None
+    draft: int | None = None
+    drafter: str | None = None
+    tp: int = 1
+
+
+def exact(
+    checkpoints: list[str], /, *, arguments: Annotated[ExactSettings, Parameter(name="*")] = ExactSettings()
+) -> bool:
+    """Every token of a batch of prompts, of the same again, and of requests of which some are cancelled.
+
+    Args:
+        checkpoints: folders, or random:LAYOUT or random:SHAPE:LAYOUT.
+    """
+    with_entry_point()
+    table = Recording("vllm-exact", arguments.json)
+    for name in checkpoints:
         folder = checkpoint(name, arguments.layers)
         config = MHA2MLAConfig.from_pretrained(folder)
         begin = time.time()
@@ -124,18 +162,18 @@ def exact(arguments: argparse.Namespace, table: Recording) -> None:
                 }
             )  # fmt: skip
         del models
+    return table.show(f"vLLM {table.environment['vllm']}, exact")
 
 
-def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+def _options(arguments: ExactSettings) -> dict[str, Any]:
     """Arguments of vLLM's engine."""
-    options = {
+    options: dict[str, Any] = {
+        **arguments.options(),
         "enforce_eager": arguments.eager,
         "enable_prefix_caching": not arguments.no_prefix_caching,
         "tensor_parallel_size": arguments.tp,
         "disable_custom_all_reduce": True,  # NCCL alone: what others need of the machine is not what is judged
-        "gpu_memory_utilization": arguments.memory,
         "max_model_len": 2048,
-        "graphs": arguments.graphs,
         "disable_log_stats": False,
     }
     if arguments.draft:
@@ -147,12 +185,10 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
         options["max_num_batched_tokens"] = arguments.chunk
     if arguments.blocks:
         options["num_gpu_blocks_override"] = arguments.blocks
-    if arguments.cache_gb:
-        options["kv_cache_memory_bytes"] = int(arguments.cache_gb * 2**30)
     return options
 
 
-def _engine(arguments: argparse.Namespace) -> str:
+def _engine(arguments: ExactSettings) -> str:
     """Settings that the engine ran with, in words."""
     said = {
         "eager" if arguments.eager else "compiled, CUDA graphs": True,

@@ -6,24 +6,56 @@ pages of every prompt but its last token, so that no time goes into prompts and 
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 import torch
+from cyclopts import Parameter
 from transformers import LlamaConfig
 
 from benchmarks.recording import Recording
-from benchmarks.vllm_engine import engine, prompts_of, random_config
+from benchmarks.vllm_engine import EngineSettings, engine, prompts_of, random_config, with_entry_point
 
 WARM_UP = 8  # steps before the clock runs
 
 
-def speed(arguments: argparse.Namespace, table: Recording) -> None:
-    """Adds decode steps of every context, at each number of sequences that is asked for and at as many as the cache
+@dataclass(frozen=True, kw_only=True)
+class SpeedSettings(EngineSettings):
+    """Shape and steps.
+
+    Args:
+        shape: of the source.
+        layout: of the conversion; source for the source's shape.
+        layers: default the shape's.
+        contexts: cached tokens of a sequence.
+        batches: numbers of sequences, beside as many as the cache holds.
+        steps: that are timed.
+        patience: seconds until all sequences decode.
+        most: sequences at a time, however many the cache holds.
+        compile: vLLM's default; without, decode graphs of its layers as they are.
+        profile: print the kernels of a step.
+    """
+
+    shape: Literal["smollm2", "llama-2-7b", "llama-3-8b"] = "llama-2-7b"
+    layout: str = "latent"
+    layers: int | None = None
+    contexts: list[int] = field(default_factory=lambda: [8192])
+    batches: list[int] = field(default_factory=lambda: [1, 8])
+    steps: int = 64
+    patience: float = 60.0
+    most: int = 256
+    compile: bool = False
+    profile: bool = False
+
+
+def speed(arguments: Annotated[SpeedSettings, Parameter(name="*")] = SpeedSettings()) -> bool:
+    """Decode steps of every context, at each number of sequences that is asked for and at as many as the cache
     holds."""
+    with_entry_point()
+    table = Recording("vllm-speed", arguments.json)
     folder, room = tempfile.mkdtemp(), WARM_UP + arguments.steps + 8
     positions = max(arguments.contexts) + room
     layout = "latent" if arguments.layout == "source" else arguments.layout
@@ -33,7 +65,7 @@ def speed(arguments: argparse.Namespace, table: Recording) -> None:
         config.architectures, config.dtype = ["LlamaForCausalLM"], torch.bfloat16
     config.save_pretrained(folder)
     options: dict[str, Any] = {
-        "gpu_memory_utilization": arguments.memory,
+        **arguments.options(),
         "max_model_len": positions,
         "max_num_seqs": max(arguments.batches + [arguments.most]),
         "kv_transfer_config": {
@@ -42,11 +74,9 @@ def speed(arguments: argparse.Namespace, table: Recording) -> None:
             "kv_connector_extra_config": {"fill_mean": 0.0, "fill_std": 0.5},
         },
     }
-    if arguments.cache_gb:
-        options["kv_cache_memory_bytes"] = int(arguments.cache_gb * 2**30)
     compilation: dict[str, Any] = {} if arguments.compile else {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     begin = time.time()
-    llm = engine(folder, graphs=arguments.graphs, compilation=compilation, load_format="dummy", **options)
+    llm = engine(folder, compilation=compilation, load_format="dummy", **options)
     cache = llm.llm_engine.vllm_config.cache_config
     common = {
         "shape": arguments.shape, "layers": config.num_hidden_layers, "layout": arguments.layout,
@@ -59,9 +89,10 @@ def speed(arguments: argparse.Namespace, table: Recording) -> None:
         for batch in sorted({batch for batch in arguments.batches if batch < held} | {held}):
             rate = _decode_rate(llm, config.vocab_size, context, batch, arguments)
             table.add({**common, "context": context, "fit": fit, "sequences": batch, **rate})
+    return table.show(f"vLLM {table.environment['vllm']}, speed")
 
 
-def _decode_rate(llm: Any, vocabulary: int, context: int, batch: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def _decode_rate(llm: Any, vocabulary: int, context: int, batch: int, arguments: SpeedSettings) -> dict[str, Any]:
     """Milliseconds of a step in which ``batch`` sequences of ``context`` tokens decode, and tokens a second."""
     from vllm import SamplingParams
 
