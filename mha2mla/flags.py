@@ -96,7 +96,7 @@ def _recipe_flags() -> list[tuple[str, Any, Any]]:
 # One field for each key of a recipe. Without __module__ cyclopts takes it for a class of the standard library.
 RecipeFlags = make_dataclass("RecipeFlags", _recipe_flags(), namespace={"__module__": __name__})
 RECIPE = Group(
-    "Recipe", help="Flags win over --recipe, the file over the preset; defaults as auto takes them on any machine."
+    "Recipe", help="Flags override --recipe, the file the preset. A default is shown where every machine has the same."
 )
 
 

@@ -81,7 +81,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 
-# Perplexity over the source's by layout and preset, and of what: what a better preset would give.
+# Perplexity relative to the source model, by layout and preset, and of what: what a better preset would give.
 MEASURED: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "latent": {"quick": "1.07 / 1.09", "latent": "1.03 / 1.04"},
@@ -122,7 +122,7 @@ def better_than(preset: str, layout: str, cache_ratio: float | None) -> str:
     else:
         found, figures = f"a larger cache_ratio, or layout {DEFAULT_LAYOUT}", figures | MEASURED[DEFAULT_LAYOUT]
     shown = ", ".join(f"{name} {ratio}" for name, ratio in figures.items() if not fitted or name != "quick")
-    return found + (f". Perplexity over the source's: {shown} ({MEASURED_ON})" if shown else "")
+    return found + (f". Perplexity relative to the source model: {shown} ({MEASURED_ON})" if shown else "")
 
 
 def _best(layout: Any) -> str:
