@@ -19,7 +19,7 @@ from mha2mla.texts import check_text
 
 def _whole_numbers(hint: Any, tokens: Sequence[Token]) -> list[int]:
     """Reads ``1,8``, ``1, 8`` and ``[1,8]``."""
-    text = tokens[-1].value  # of a flag that is repeated, the last counts
+    text = tokens[-1].value  # the last one, if the flag is repeated
     try:
         return [int(part) for part in text.strip("[]").split(",")]
     except ValueError as error:
@@ -61,7 +61,7 @@ def _shown(name: str, hint: Any) -> str:
 
 def _number_or_word(hint: Any, tokens: Sequence[Token]) -> Any:
     """Reads a value as YAML does; lists need no brackets."""
-    text = tokens[-1].value  # of a flag that is repeated, the last counts
+    text = tokens[-1].value  # the last one, if the flag is repeated
     if re.fullmatch(r"\d+e[+-]?\d+", text):  # a word in YAML
         return float(text)
     try:

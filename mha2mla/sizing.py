@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from mha2mla.geometry import MLAGeometry
 
 ITEMSIZE = 2  # bytes: weights and caches are bfloat16
-MEMORY_SHARE = 0.9  # of a GPU's memory for weights and cache, as eval latency takes
-READ_SHARE = 4.28 / 4.8  # of the datasheet's rate, read by attention kernels on an H200 (docs/notes/step.md)
-PRODUCT_SHARE = 800 / 989  # of the datasheet's dense bfloat16 rate, on a Hopper
+MEMORY_SHARE = 0.9  # for weights and cache, as eval latency takes
+READ_SHARE = 4.28 / 4.8  # share of the datasheet's rate read by attention kernels on an H200 (docs/notes/step.md)
+PRODUCT_SHARE = 800 / 989  # share of the datasheet's dense bfloat16 rate, on a Hopper
 NOT_MEASURED = "not measured"
 # 23 steps of random 7B and 8B models in CUDA graphs on one H200, over what step_seconds predicts: least and most
 # (benchmarks/results/h200-step.json and h200-step-second.json).
@@ -137,7 +137,7 @@ class Footprint:
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """Of all layers, while every layer keeps all tokens."""
+        """Bytes in all layers, while every layer keeps all tokens."""
         return self.token_bytes * len(self.windows)
 
     def cache_bytes(self, context: int) -> int:
@@ -181,7 +181,7 @@ class Footprint:
 
 
 def footprint(config: PreTrainedConfig, geometry: MLAGeometry | None, spec: SourceSpec, tp: int = 1) -> Footprint:
-    """What a model of ``config`` holds and reads on each of ``tp`` GPUs, in bfloat16.
+    """Numbers that a model of ``config`` holds and reads on each of ``tp`` GPUs, in bfloat16.
 
     Args:
         config: of the source, or of what it is converted to.

@@ -32,7 +32,7 @@ STAGES: Mapping[str, type[Stage]] = {
     "fit": Fit,
     "calibration": Calibration,
 }
-KEYS: Mapping[str, tuple[str, str]] = {  # as they are written → stage and field
+KEYS: Mapping[str, tuple[str, str]] = {  # key as it is written → stage and field
     made.prefix + each.name: (stage, each.name) for stage, made in STAGES.items() for each in fields(made)
 }
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 LayoutName = Literal["per-group", "shared", "latent"]
 DEFAULT_CACHE_RATIO = 0.5
-DEFAULT_LAYOUT: LayoutName = "latent"  # what recipes and presets have that name none, and so what "auto" takes
+DEFAULT_LAYOUT: LayoutName = "latent"  # taken where recipes and presets name none, and so by "auto"
 # Keys wider than this have no fused attention: not torch's, whose gradients then keep every score of a long window, not
 # FlashAttention's, and no prefill kernel of ours.
 FUSED_WIDTH = 256
@@ -184,7 +184,7 @@ class Target(Stage):
         all_pairs, layout = key_width // groups, LAYOUTS[self.layout]
         budget = math.floor(self.cache_ratio * 2 * key_width + 1e-9)
         granule = GRANULE
-        if bits < 16:  # as many elements as the budget's bytes hold in codes
+        if bits < 16:  # elements that the budget's bytes hold in codes
             granule, budget = group, 2 * budget // code_bytes(group, bits, group) * group
         if self.cache_ratio == 1.0 or budget >= 2 * key_width:
             return all_pairs, key_width if layout.has_rope_cache else 2 * key_width

@@ -17,7 +17,7 @@ from mha2mla.pipeline.prepare import Prepared
 if TYPE_CHECKING:
     from mha2mla.modeling.config import MHA2MLAConfig
 
-LENGTH, TOKENS = 1024, 8192  # of the calibration windows that are read, at most
+LENGTH, TOKENS = 1024, 8192  # most of a calibration window, and of all, that is read
 
 
 def in_quantised_basis(

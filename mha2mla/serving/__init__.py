@@ -1,1 +1,1 @@
-"""What other engines need of a converted checkpoint: a plug-in for vLLM, and exports. Nothing else imports it."""
+"""Converted checkpoints in other engines: a plug-in for vLLM, and exports. Nothing else imports it."""

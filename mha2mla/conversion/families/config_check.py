@@ -1,4 +1,4 @@
-"""What the values of a source's ``config.json`` may be: one table, looked at before anything is made of them."""
+"""Allowed values of a source's ``config.json``: one table, looked at before anything is made of them."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ _ROPE_FIELDS: Mapping[str, Check] = MappingProxyType(
         "partial_rotary_factor": positive(1),
     }
 )
-# What a rope type needs beside its base; transformers fails on their absence with a KeyError.
+# Keys that a rope type needs beside its base; without them transformers raises a KeyError.
 _ROPE_NEEDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "linear": ("factor",),

@@ -25,12 +25,12 @@ from mha2mla.geometry import MLAGeometry
 from mha2mla.predictions import kl_divergence
 from mha2mla.terminal import progress_bar
 
-# Of the uniform rank, at which layers are measured; no layer gets less than the first: below a measured rank a loss can
+# Shares of the uniform rank at which layers are measured. No layer gets less than the first: below it a loss can
 # rise far faster than between two (layer 0 of Qwen2.5-0.5B, rank 80 to 32: 11 times; from 80 and 128 one expects 1.8).
 FACTORS = (0.25, 0.6, 1.0, 1.5)
-MOST = 2.0  # of the uniform rank that a layer may get
+MOST = 2.0  # most that a layer may get, over the uniform rank
 STEPS = 100  # gradient steps of a measurement; closed forms alone flatter the layers that gradients help least
-_STEP_TOKENS = 2048  # of such a step, at most, but for a whole block
+_STEP_TOKENS = 2048  # most that such a step takes, but for a whole block
 _FITTED_TOKENS = 98304
 _JUDGED_TOKENS = 24576
 _BATCH_TOKENS = 16384
@@ -100,7 +100,7 @@ def measure_losses(
         model.embed(clean)
         for layer in progress_bar(range(layers), desc="layer ranks", unit="layer", show=progress):
             module = model.layer(layer)
-            with tf32_on_cuda(model.device):  # as the walk's own streams
+            with tf32_on_cuda(model.device):  # like the walk's own streams
                 for store in perturbed:
                     model.run_layer(module, layer, store, tokens=_BATCH_TOKENS)
             _pass(lambda hidden: hidden, fitted, targets, model.device)

@@ -10,9 +10,9 @@ import torch
 
 from mha2mla.conversion.extension import RecipeObject, register
 
-SHRINKAGE = 0.003  # of the mean variance, in every direction of the inputs' covariances
-_ROUNDING = 1e-12  # of the mean energy of the inputs: variance below it is rounding, and may be negative
-_SWEEPS = 6  # of the alternating solve; 20 were no better than 8 on held-out text
+SHRINKAGE = 0.003  # share of the mean variance, in every direction of the inputs' covariances
+_ROUNDING = 1e-12  # share of the inputs' mean energy: variance below it is rounding, and may be negative
+_SWEEPS = 6  # alternating solves; 20 were no better than 8 on held-out text
 
 
 @dataclass(frozen=True)
