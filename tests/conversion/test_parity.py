@@ -11,6 +11,7 @@ from mha2mla.conversion.target import LAYOUTS
 from mha2mla.modeling.modeling_mha2mla import apply_rope, rotary_cos_sin
 from tests.conversion import tiny
 from tests.conversion.tiny import SHORT, relative
+from tests.ops import SdpaCalls
 
 CASES = {"llama": {}, "qwen3": {"head_dim": 24}, "mistral": {"sliding_window": 9}, "qwen2": {}}
 
@@ -124,6 +125,6 @@ def test_comparison_attends_over_ungrouped_heads(tmp_path):
     cpu, dtype = torch.device("cpu"), torch.float32
     model, reader = open_source(source).model(cpu, dtype), open_converted(out).reader
     converted = StreamedModel(AutoConfig.from_pretrained(out), reader, (None, None), device=cpu, dtype=dtype)
-    with tiny.SdpaCalls() as sdpa:
+    with SdpaCalls() as sdpa:
         parity.compare(model, converted, tiny.some_tokens(), folder=tmp_path, progress=False)
     assert len(sdpa.calls) == 3 * 2 and set(sdpa.calls) == {(4, 4, False)}

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.gemma3 import Gemma3TextConfig
 from transformers.models.glm import GlmConfig
@@ -292,16 +291,3 @@ def spilt_files(folder: Path) -> int:
     """How many files without a name, of those that ``folder`` holds, this process has mapped."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return len({line.split()[4] for line in lines if f" {folder}/" in line and line.endswith("(deleted)")})
-
-
-class SdpaCalls(TorchFunctionMode):
-    """Heads of query and key of each call of PyTorch's SDPA, and whether they are grouped."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is torch.nn.functional.scaled_dot_product_attention:
-            self.calls.append((args[0].shape[1], args[1].shape[1], kwargs.get("enable_gqa", False)))
-        return function(*args, **(kwargs or {}))

@@ -12,8 +12,8 @@ from mha2mla.checkpoints import LONGEST_MESSAGE, CheckpointError, shorten
 from mha2mla.cli import main
 from mha2mla.conversion.fit.repeatable import UNGROUPED_SDPA
 from mha2mla.eval.loading import load_model, load_tokenizer
-from tests.conversion.tiny import SdpaCalls
 from tests.folders import edit_config, edit_weights
+from tests.ops import SdpaCalls
 
 NORM = "model.norm.weight"
 

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from mha2mla.modeling import MHA2MLAConfig, MHA2MLAForCausalLM, configuration_mha2mla, modeling_mha2mla
+from tests.conversion.tiny import YARN
 
 SIZES = {
     "vocab_size": 96,
@@ -31,13 +32,6 @@ SIZES = {
     "eos_token_id": None,
     # Large enough for attention to be far from uniform.
     "initializer_range": 0.25,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-    "attention_factor": 1.3,
 }
 WINDOW = 9
 # Between two ways of computing the same in float32.

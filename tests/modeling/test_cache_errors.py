@@ -5,7 +5,8 @@ import torch
 
 from mha2mla.modeling import LatentCache
 from tests.modeling import models
-from tests.modeling.test_cache_machine import OutOfMemory, RaisingAt, contents, same
+from tests.modeling.test_cache_machine import contents, same
+from tests.ops import OutOfMemory, RaisingAt
 
 
 def broken_off(action, cache, stride=1) -> int:
@@ -13,7 +14,7 @@ def broken_off(action, cache, stride=1) -> int:
     for at in range(0, 1000, stride):
         before = contents(cache)
         try:
-            with RaisingAt(at):
+            with RaisingAt(at, allocating=True):
                 action()
             return at
         except OutOfMemory:
@@ -30,7 +31,7 @@ def test_growth_interrupted_between_layers():
     for at in range(0, 60):
         cache = LatentCache(model.config, page_size=16)
         model(ids[:, :16], past_key_values=cache)
-        with pytest.raises(OutOfMemory), RaisingAt(at):
+        with pytest.raises(OutOfMemory), RaisingAt(at, allocating=True):
             model(ids[:, 16:20], past_key_values=cache)
         if len({layer.max_pages for layer in cache.layers}) > 1:
             break
@@ -73,7 +74,7 @@ def test_call_with_gradients_counts_in_all_or_none(max_cache_len):
 def test_static_cache_that_did_not_fit_fits_fewer():
     model = models.mla_model()
     cache = LatentCache(model.config, max_cache_len=32)
-    with pytest.raises(OutOfMemory), RaisingAt(20):
+    with pytest.raises(OutOfMemory), RaisingAt(20, allocating=True):
         model(models.tokens(8, 5), past_key_values=cache)
     assert cache.nbytes == 0
     model(models.tokens(2, 5), past_key_values=cache)

@@ -7,32 +7,12 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mha2mla.modeling import LatentCache
 from tests.modeling import models
+from tests.ops import OutOfMemory, RaisingAt
 
 PAGE, CAPACITY, MOST = 16, 48, 40
-
-
-class OutOfMemory(Exception):
-    pass
-
-
-class RaisingAt(TorchDispatchMode):
-    """Raises instead of operation number ``at`` of those that allocate; views and in-place operations cannot fail."""
-
-    def __init__(self, at: int) -> None:
-        super().__init__()
-        self.at, self.seen = at, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        returned = func._schema.returns
-        if not func._schema.is_mutable and any(each.alias_info is None for each in returned):
-            self.seen += 1
-            if self.seen > self.at:
-                raise OutOfMemory
-        return func(*args, **(kwargs or {}))
 
 
 def contents(cache: LatentCache) -> list:
@@ -78,7 +58,7 @@ class LatentCacheMachine(RuleBasedStateMachine):
         for at in points:
             before = contents(self.cache)
             try:
-                with RaisingAt(at):
+                with RaisingAt(at, allocating=True):
                     return action()
             except OutOfMemory:
                 assert same(before, contents(self.cache)), f"broken off at allocation {at}"

@@ -18,6 +18,7 @@ from mha2mla.modeling.config import (
 )
 from mha2mla.modeling.configuration_mha2mla import SCHEMA_VERSION
 from tests.conversion import tiny
+from tests.folders import edit_config, read_json
 from tests.modeling import models
 
 
@@ -25,7 +26,7 @@ from tests.modeling import models
 def test_round_trip(case, tmp_path):
     config = models.mla_config(case, recipe={"layout": "shared", "seed": 3})
     config.save_pretrained(tmp_path)
-    stored = json.loads((tmp_path / "config.json").read_text())
+    stored = read_json(tmp_path / "config.json")
     assert stored["model_type"] == "mha2mla" and stored["schema_version"] == SCHEMA_VERSION
     assert stored["source_config"]["model_type"] == config.source_config["model_type"]
     again = AutoConfig.from_pretrained(tmp_path)
@@ -176,8 +177,7 @@ def test_unknown_backend_names_are_refused(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path, **{name: value})
     with pytest.raises(ValueError, match=message):
         AutoConfig.from_pretrained(tmp_path, **{name: value})
-    stored = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**stored, name: value}))
+    edit_config(tmp_path, **{name: value})
     with pytest.raises(ValueError, match=message):
         AutoConfig.from_pretrained(tmp_path)
 

@@ -3,27 +3,14 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mha2mla.modeling import LatentCache
 from tests.modeling import models
 from tests.modeling.full_rank import full_rank
+from tests.ops import Calls
 
 KNOWN = ("llama", "qwen2", "qwen3", "mistral", "mistral-sliding", "qwen2-sliding")
 OTHERS = ("mixtral", "qwen3-moe", "olmo2", "gemma3")
-
-
-class Calls(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.name())
-        return func(*args, **kwargs or {})
-
-    def __contains__(self, name):
-        return f"mha2mla::{name}" in self.names
 
 
 @torch.no_grad()

@@ -14,7 +14,6 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling import CacheCapacityError, PagedCache, SequenceBatch, StaleBatchError
@@ -22,29 +21,12 @@ from mha2mla.modeling.backends import BUILT_IN
 from mha2mla.modeling.registry import AttentionConstants, GQAGeometry
 from mha2mla.modeling.step import AttentionStep
 from tests.modeling.test_pages import slots_of
+from tests.ops import OutOfMemory, RaisingAt
 
 PAGES, PAGE = 12, 4
 LAYERS = [(BUILT_IN["gqa_reference"], AttentionConstants(GQAGeometry(1, 1, 2, 1), 1.0))] * 2
 # Latents of one number, which is the value; their rotary keys do not matter to queries of zero.
 ALONE = [(BUILT_IN["mla_reference"], AttentionConstants(MLAGeometry(1, 1, 1, 2, rope_from_latent=True), 1.0))] * 2
-
-
-class Injected(RuntimeError):
-    """What a full memory would raise."""
-
-
-class RaiseAt(TorchDispatchMode):
-    """Raises instead of running the ``at``-th op from now on; None only counts."""
-
-    def __init__(self, at: int | None) -> None:
-        super().__init__()
-        self.at, self.count = at, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        if self.count - 1 == self.at:
-            raise Injected(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def state_of(cache: PagedCache) -> tuple:
@@ -157,9 +139,9 @@ class PagedCacheMachine(RuleBasedStateMachine):
         fault = data.draw(st.none() | st.integers(0, 60))
         before, alone = state_of(self.cache), copy.deepcopy(self.cache.allocator)
         try:
-            with RaiseAt(fault):
+            with RaisingAt(fault):
                 batch = self.cache.extend(new, **options)
-        except (ValueError, Injected) as error:
+        except (ValueError, OutOfMemory) as error:
             assert state_of(self.cache) == before
             if isinstance(error, CacheCapacityError) and "are free" in str(error):
                 with pytest.raises(RuntimeError):
@@ -195,9 +177,9 @@ class PagedCacheMachine(RuleBasedStateMachine):
             self.batches.remove(pending)
             return
         try:
-            with RaiseAt(fault):
+            with RaisingAt(fault):
                 step = self.cache.step(pending.batch)
-        except Injected:
+        except OutOfMemory:
             assert state_of(self.cache) == before
             step = self.cache.step(pending.batch)
         parts = [torch.tensor(values) for values in pending.values.values()]
@@ -208,9 +190,9 @@ class PagedCacheMachine(RuleBasedStateMachine):
             self.values[sequence][first : first + len(values)] = values
         self.poison()
         try:
-            with RaiseAt(fault):
+            with RaisingAt(fault):
                 attend(step, pending.batch.flatten(parts))
-        except Injected:
+        except OutOfMemory:
             pass  # some tokens are written, some not: they are when it is run again
         outs = pending.batch.unflatten(attend(step, pending.batch.flatten(parts)))
         for (sequence, values), mine in zip(pending.values.items(), outs, strict=True):
@@ -291,12 +273,12 @@ def test_extend_that_raises_anywhere_changes_nothing():
     cache, *sequences = filled()
     new = dict.fromkeys(sequences, 2)
     twin = copy.deepcopy(cache)
-    with RaiseAt(None) as counted:
+    with RaisingAt(None) as counted:
         twin.extend(new)
-    assert counted.count > 30
+    assert counted.seen > 30
     before = state_of(cache)
-    for at in range(counted.count):
-        with pytest.raises(Injected), RaiseAt(at):
+    for at in range(counted.seen):
+        with pytest.raises(OutOfMemory), RaisingAt(at):
             cache.extend(new)
         assert state_of(cache) == before
     assert cache.extend(new).num_tokens == 6
