@@ -143,11 +143,6 @@ def _convert(at: Path, folder: str) -> list[str]:
     return ["convert", str(at / folder), str(at / "out"), *keys, "--calibration.text", "builtin:prose"]
 
 
-def _plot(at: Path, folder: str) -> list[str]:
-    beside = ["--more", str(at / QUALITY / REPORT)] if folder == LATENCY else []
-    return ["plot", str(at / "out.png"), str(at / folder / REPORT), *beside]
-
-
 VERBS: Mapping[str, Verb] = {
     "convert": Verb(_convert, lambda at, _: (at / "out" / CONFIG).is_file(), (SOURCE,)),
     "inspect": Verb(
@@ -171,9 +166,9 @@ VERBS: Mapping[str, Verb] = {
         lambda at, folder: ["export", str(at / folder), str(at / "out"), "--format", "deepseek-v3"],
         lambda at, _: _digests(at / "out"),
     ),
-    "plot": Verb(
-        _plot,
-        lambda at, _: (at / "out.png").read_bytes()[1:4],
+    "report": Verb(
+        lambda at, folder: ["report", str(at / folder / REPORT), "-o", str(at / "out.html")],
+        lambda at, _: (at / "out.html").read_bytes()[:15],
         (QUALITY, LATENCY, CONVERSION),
     ),
 }
@@ -472,7 +467,7 @@ def run_case(case: Case, at: Path, expected: Mapping[tuple[str, str], Any]) -> d
 
 
 def expectations(at: Path) -> dict[tuple[str, str], Any]:
-    """Verb and folder → the result over undamaged files. Makes the reports that ``plot`` reads, which is last."""
+    """Verb and folder → the result over undamaged files. Makes the reports that ``report`` reads, which is last."""
     expected = {}
     for verb, folder in [(verb, folder) for verb, how in VERBS.items() for folder in how.folders]:
         with tempfile.TemporaryDirectory(dir=at.parent) as name:

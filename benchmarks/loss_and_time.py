@@ -1,7 +1,7 @@
 """Time of a decode call beside the loss of the conversion: fitted conversions on record, timed on a GPU.
 
     python benchmarks/loss_and_time.py --json benchmarks/results/h200-loss-and-time.json
-    mha2mla plot docs/loss-and-time.svg benchmarks/results/h200-loss-and-time.json
+    python benchmarks/pictures.py
 
 Losses are those of ``benchmarks/conversion.py``'s rows; timed is the decode op of one layer at the layers' mean rank,
 and the source's attention beside it. ``runner.py`` says what the numbers are.

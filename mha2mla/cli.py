@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
-from mha2mla.checkpoints import damage_named, find_checkpoint, find_converted, read_object, shorten
+from mha2mla.checkpoints import find_checkpoint, find_converted, shorten
 from mha2mla.conversion.target import DEFAULT_LAYOUT, LayoutName
 from mha2mla.environment import installed_version, thread_hint
 from mha2mla.eval_verbs import checks, evaluation
-from mha2mla.files import output_file, picture_file, report, report_file, write_output
+from mha2mla.files import output_file, page, report, report_file, write_output
 from mha2mla.flags import (
     RECIPE,
     SEVERAL,
@@ -393,29 +393,30 @@ def plan(
         write_json(record, kind="plan", rows=found.rows, summary=found.summary, commands=found.commands)
 
 
-@app.command
-def plot(picture: str, report: str, /, *, more: Texts = None) -> None:
-    """Draws measurements of conversions from JSON files.
+@app.command(name="report")
+def write_report(
+    *inputs: Annotated[str, Parameter(name="FOLDER|JSON", negative=())],
+    output: Annotated[str, Parameter(name=("--output", "-o"))] = "report.html",
+) -> None:
+    """Writes one page about a conversion: what was lost and gained, with a table beside every plot.
 
-    One of eval quality: the ratio by position in the window, and probes. One of convert: errors by layer. Those of eval
-    quality and eval latency of the same checkpoints, or of benchmarks/loss_and_time.py: loss against the time of a
-    decode call. Those of benchmarks/conversion.py: loss against the window's length, and against cached bytes. Those of
-    eval latency with rows of its level e2e alone: tokens per second and the largest batch against context.
+    The page needs no network and is light or dark as the reader's system is.
 
-        mha2mla plot quality.png quality.json
+        mha2mla report path/to/llama-mla quality.json latency.json -o report.html
 
     Args:
-        picture: PNG, SVG or PDF file to write.
-        report: JSON file to read.
-        more: one or several further files, drawn beside it.
+        inputs: folders of converted checkpoints, JSON files of convert, eval and generate, and its answers (JSON
+            Lines), of the converted model and of the source.
+        output: HTML file to write, or Markdown (.md) with the tables alone.
     """
-    files = (report, *(more or ()))
-    drawing = picture_file(picture, *files, name="picture")
-    reports = [read_object(Path(file)) for file in files]
-    from mha2mla.eval.plots import plot_reports
+    if not inputs:
+        raise ValueError("FOLDER|JSON is not given; expected one or several")
+    target = output_file(output, page(output), *inputs, name="output")
+    if missing := [each for each in inputs if not Path(each).expanduser().exists()]:
+        raise FileNotFoundError(f"FOLDER|JSON is {missing[0]!r:.300}; expected an existing folder or file")
+    from mha2mla.eval.page import write_page
 
-    with damage_named(f"{', '.join(files)} cannot be drawn"):
-        plot_reports(reports, drawing)
+    print(f"written: {write_page(inputs, target)}")
 
 
 @app.command

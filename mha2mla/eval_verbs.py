@@ -11,7 +11,7 @@ from cyclopts import App
 from mha2mla.checkpoints import find_checkpoint, find_converted, find_pair
 from mha2mla.conversion.target import LayoutName
 from mha2mla.environment import thread_hint
-from mha2mla.files import picture_file, report_file
+from mha2mla.files import report_file
 from mha2mla.flags import SEVERAL, Device, Dtype, Json, Numbers, Texts, flag, torch_dtype
 from mha2mla.terminal import announce
 from mha2mla.texts import check_text
@@ -37,7 +37,6 @@ def eval_quality(
     device: Device = None,
     dtype: Dtype = "float32",
     json: Json = None,
-    plot: str | None = None,
 ) -> None:
     """Perplexity of source and converted by window length and by position, and the distance of their predictions.
 
@@ -57,21 +56,17 @@ def eval_quality(
         probes: also ask what needs far context: keys, variable tracking, arithmetic, a span that occurs again.
         generation: also compare greedy continuations.
         dtype: the models compute in it.
-        plot: also draw the ratio by position, and the probes, to this PNG, SVG or PDF file.
     """
     record = report_file(json, "quality", source, converted, *(text or ()))
-    drawing = picture_file(plot, source, converted, *(text or ()), json, name="plot")
     for name in text or ():
         check_text(name)
     find_pair(source, converted)
     announce(f"loading {source} and {converted}", thread_hint(device))
-    from mha2mla.eval import evaluate_quality, plots, quality
+    from mha2mla.eval import evaluate_quality, quality
     from mha2mla.eval import generation as generating
     from mha2mla.eval import probes as probing
     from mha2mla.eval.report import print_table
 
-    if drawing is not None:
-        plots.check_installed()
     measured = evaluate_quality(
         source,
         converted,
@@ -98,8 +93,6 @@ def eval_quality(
             print_table(rows, title=title, columns=columns)
     for reason in measured.skipped:
         print(f"not measured: {reason}")
-    if drawing is not None:
-        plots.plot_quality(found | fields, drawing)
 
 
 @evaluation.command(name="tasks")

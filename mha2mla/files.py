@@ -18,14 +18,19 @@ SCHEMA = "mha2mla.report/1"
 INSIDE = frozenset(
     stem + suffix
     for stem in ("quality", "tasks", "latency", "inspection", "generate", "answers")
-    for suffix in (".json", ".jsonl", ".png", ".svg", ".pdf")
-)
+    for suffix in (".json", ".jsonl")
+) | {"report.html", "report.md"}
 _HEAD = 4096  # bytes of a file that tell its kind
 _REPORT = re.compile(rb'\s*\{\s*"schema": "mha2mla\.report/\d+",\s*"kind": "([^"]*)"')
 _PICTURES: dict[str, Callable[[bytes], bool]] = {
     ".png": lambda head: head.startswith(b"\x89PNG\r\n\x1a\n"),
     ".svg": lambda head: head.lstrip().startswith((b"<?xml", b"<svg")) and b"<svg" in head,
     ".pdf": lambda head: head.startswith(b"%PDF-"),
+}
+MARKDOWN_HEAD = "<!-- mha2mla report/1 -->"
+_PAGES: dict[str, Callable[[bytes], bool]] = {
+    ".html": lambda head: head.startswith(b'<!doctype html>\n<html lang="en" data-mha2mla="report/'),
+    ".md": lambda head: head.startswith(b"<!-- mha2mla report/"),
 }
 OutputPath = str | os.PathLike[str]
 
@@ -94,11 +99,24 @@ def picture(path: OutputPath, name: str = "path") -> Kind:
     Raises:
         ValueError: the extension is unknown.
     """
+    return _of_suffix(path, name, _PICTURES, "picture")
+
+
+def page(path: OutputPath, name: str = "output") -> Kind:
+    """Pages of ``mha2mla report``, of the format that a path's extension names.
+
+    Raises:
+        ValueError: the extension is unknown.
+    """
+    return _of_suffix(path, name, _PAGES, "page of mha2mla report")
+
+
+def _of_suffix(path: OutputPath, name: str, formats: dict[str, Callable[[bytes], bool]], what: str) -> Kind:
     suffix = Path(path).suffix.lower()
-    if suffix not in _PICTURES:
-        *others, last = _PICTURES
+    if suffix not in formats:
+        *others, last = formats
         raise ValueError(f"{_shown(name, path)}; expected a name that ends in {', '.join(others)} or {last}")
-    return Kind(suffix[1:].upper() + " picture", _PICTURES[suffix])
+    return Kind(f"{suffix[1:].upper()} {what}", formats[suffix])
 
 
 def report_file(
@@ -106,15 +124,6 @@ def report_file(
 ) -> Path | None:
     """:func:`output_file` of a JSON report of ``kind``."""
     return output_file(path, report(kind), *inputs, name=name, made=made)
-
-
-def picture_file(path: OutputPath | None, *inputs: OutputPath | None, name: str) -> Path | None:
-    """:func:`output_file` of a picture.
-
-    Raises:
-        ValueError: also for an unknown extension.
-    """
-    return None if path is None else output_file(path, picture(path, name), *inputs, name=name)
 
 
 def output_file(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 import runpy
 import shlex
@@ -15,9 +14,8 @@ import pytest
 from cyclopts import App, CycloptsError
 
 import mha2mla
-from benchmarks import readme_picture
+from benchmarks import pictures
 from mha2mla.conversion.recipe import recipe_file
-from mha2mla.eval import plots
 from tests.commands import VERBS, parse
 
 ROOT = Path(__file__).parents[1]
@@ -215,29 +213,15 @@ def test_the_house_has_every_room():
     assert not missing, f"not in docs/house.md: {missing}"
 
 
-def test_readme_picture_shows_recorded_rows():
-    svg = readme_picture.PICTURE.read_text(encoding="utf-8")
-    assert svg == readme_picture.draw(), "python benchmarks/readme_picture.py"
-    for curve in readme_picture.points().values():
-        assert curve and all(f"{ratio:.3f}" in svg for _, ratio in curve)
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_picture_shows_the_recorded_rows(name):
+    svg = (ROOT / "docs" / f"{name}.svg").read_text(encoding="utf-8")
+    drawn, found = pictures.PICTURES[name](), ElementTree.fromstring(svg)
+    assert found.find("{http://www.w3.org/2000/svg}desc").text == drawn.description(), "python benchmarks/pictures.py"
+    shown = {"".join(each.itertext()) for each in found.iter("{http://www.w3.org/2000/svg}text")}
+    assert shown >= {curve.name for panel in drawn.panels for curve in panel.curves} and len(svg) < 60_000
 
 
-def test_the_picture_shows_the_recorded_rows():
-    files = [ROOT / "benchmarks" / "results" / f"h200-conversion{which}.json" for which in ("", "-latent")]
-    rows = [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))["rows"]]
-    svg = (ROOT / "docs" / "quality.svg").read_text(encoding="utf-8")
-    shown = {"".join(each.itertext()) for each in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")}
-    points = plots.lengths_and_losses(plots._presets(rows), 0.5)
-    assert len(points) > 3 and shown.issuperset(points), "draw it anew, as benchmarks/README.md says"
-    assert len(svg) < 60_000
-
-
-def test_the_picture_of_generate_shows_the_recorded_rows():
-    files = [ROOT / "benchmarks" / "results" / f"h200-latency-e2e{which}.json" for which in ("", "-contexts")]
-    rows = [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))["rows"]]
-    made = [row for row in rows if row["op"] == "generate"]
-    svg = (ROOT / "docs" / "generate.svg").read_text(encoding="utf-8")
-    shown = {"".join(each.itertext()) for each in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")}
-    speeds, batches = plots.speeds_and_batches(made)
-    assert shown.issuperset([*speeds, *batches, *(f"{row['seqlen']:,}" for row in made)]), "draw it anew"
-    assert len(svg) < 60_000
+def test_every_picture_is_drawn_and_shown():
+    shown = {name for text in TEXTS.values() for name in re.findall(r"!\[[^\]]*\]\((?:[\w./]*/)?([\w-]+)\.svg\)", text)}
+    assert shown == pictures.PICTURES.keys() == {path.stem for path in (ROOT / "docs").glob("*.svg")}

@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 
 from mha2mla import files
-from mha2mla.eval.plots import plot_layers
 from mha2mla.eval.report import write_json
-from mha2mla.files import atomic_write, picture_file, report_file
+from mha2mla.files import atomic_write, output_file, page, report_file
+from mha2mla.plotting import Curve, Panel, Picture
 from tests.commands import run
 
 OUTPUTS = {
     "convert": ("convert", "source", "made", "--json"),
     "eval quality": ("eval", "quality", "source", "converted", "--json"),
-    "eval quality --plot": ("eval", "quality", "source", "converted", "--plot"),
     "eval tasks": ("eval", "tasks", "source", "converted", "--json"),
     "eval latency": ("eval", "latency", "source", "converted", "--json"),
     "check kernels": ("check", "kernels", "--device", "cpu", "--json"),
@@ -25,7 +24,8 @@ OUTPUTS = {
     "demo": ("demo", "--model", "source", "--json"),
     "inspect": ("inspect", "converted", "--json"),
     "env": ("env", "--json"),
-    "plot": ("plot",),
+    "report": ("report", "report.json", "--output"),
+    "report.md": ("report", "report.json", "-o"),
 }
 HOSTILE = {
     "notes{}": "which is there and no",
@@ -61,7 +61,7 @@ def folder(tmp_path, monkeypatch) -> Path:
         Path(name, "model.safetensors").write_bytes(b"weights")
     os.symlink("converted", "link")
     write_json("report.json", kind="anything", rows=[])
-    for suffix in (".json", ".jsonl", ".png"):
+    for suffix in (".json", ".jsonl", ".html", ".md"):
         Path("notes" + suffix).write_text("milk, eggs")
         Path("photo" + suffix).write_bytes(b"\xff\xd8\xff\xe0 JFIF")
         Path("other" + suffix).write_text('{"schema": "mha2mla.report/1", "kind": "another", "rows": []}\n')
@@ -81,11 +81,10 @@ def contents(folder: Path) -> dict[str, object]:
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_hostile_output_paths_are_refused(output, folder, capsys):
     """``inspect C --json C/config.json`` replaced a checkpoint's config and returned 0."""
-    suffix = {"generate --output": ".jsonl", "plot": ".png", "eval quality --plot": ".png"}.get(output, ".json")
+    suffix = {"generate --output": ".jsonl", "report": ".html", "report.md": ".md"}.get(output, ".json")
     before = contents(folder)
     for path, reason in HOSTILE.items():
-        rest = ["report.json"] if output == "plot" else []
-        assert run(*OUTPUTS[output], path.format(suffix), *rest) == 2, path
+        assert run(*OUTPUTS[output], path.format(suffix)) == 2, path
         error = capsys.readouterr().err
         if (output, path) == ("generate --output", "other{}"):  # answers are told by their lines
             reason = "whose line 1 is no answer"
@@ -100,12 +99,14 @@ def test_hostile_output_paths_are_refused(output, folder, capsys):
         (("convert", "source", "made", "--json", "made"), "lies in 'made', a folder that is made"),
         (("convert", "source", "made", "--json", "converted/conversion.json"), "in the checkpoint"),
         (("convert", "source", "made", "--recipe", "r.yaml", "--json", "r.yaml"), "which another argument names"),
-        (("plot", "report.json", "report.json"), "picture is 'report.json'; expected a name that ends in .png, .svg"),
-        (("plot", "a.jpg", "report.json"), "picture is 'a.jpg'; expected a name that ends in .png, .svg or .pdf"),
-        (("plot", "picture", "report.json"), "picture is 'picture'; expected a name that ends in"),
-        (("plot", "converted/model.safetensors", "report.json"), "expected a name that ends in"),
-        (("eval", "quality", "source", "converted", "--plot", "a.jpg"), "plot is 'a.jpg'; expected a name that ends"),
-        (("eval", "quality", "source", "converted", "--json", "a.png", "--plot", "a.png"), "another argument names"),
+        (
+            ("report", "report.json", "-o", "report.json"),
+            "output is 'report.json'; expected a name that ends in .html or",
+        ),
+        (("report", "report.json", "-o", "page"), "output is 'page'; expected a name that ends in"),
+        (("report", "converted", "-o", "converted/model.safetensors"), "expected a name that ends in"),
+        (("report", "converted", "-o", "converted/README.md"), "expected a file outside it, or one of report.md"),
+        (("report", "a.html", "-o", "./a.html"), "another argument names"),
         (("generate", "converted", "--prompt", "a", "--output", "a", "--json", "./a"), "another argument names"),
         (("generate", "converted", "--file", "p.jsonl", "--output", "~/p.jsonl"), "another argument names"),
     ],
@@ -132,23 +133,33 @@ def test_a_report_replaces_one_of_its_kind(folder):
 
 def test_reports_may_lie_in_a_checkpoint_by_name(folder):
     assert report_file("converted/quality.json", "quality", "converted") == folder / "converted" / "quality.json"
-    assert picture_file("converted/quality.svg", name="plot") == folder / "converted" / "quality.svg"
+    target = folder / "converted" / "report.html"
+    assert output_file("converted/report.html", page("report.html"), "converted", name="output") == target
     with pytest.raises(ValueError, match="expected a file outside it, or one of .*quality.json"):
         report_file("converted/mine.json", "quality")
 
 
 def test_pictures_are_of_the_kind_that_they_are_named(tmp_path):
-    rows = [{"layer": layer, "score_error": 0.1} for layer in range(2)]
-    for name, head in (("a.png", b"\x89PNG"), ("a.SVG", b"<?xml"), ("a.pdf", b"%PDF-")):
+    drawn = Picture("", [Panel("", "layer", "error", [Curve("a", [(0, 0.1), (1, 0.2)])])])
+    for name, head in (("a.png", b"\x89PNG"), ("a.SVG", b"<svg"), ("a.pdf", b"%PDF-")):
         for _ in range(2):  # the second replaces the first
-            plot_layers(rows, tmp_path / name)
+            drawn.save(tmp_path / name)
         assert (tmp_path / name).read_bytes().startswith(head)
     shutil.copy(tmp_path / "a.png", tmp_path / "b.svg")
     with pytest.raises(ValueError, match="no SVG picture"):
-        plot_layers(rows, tmp_path / "b.svg")
+        drawn.save(tmp_path / "b.svg")
     with pytest.raises(ValueError, match="expected a name that ends in"):
-        plot_layers(rows, tmp_path / "a.jpg")
+        drawn.save(tmp_path / "a.jpg")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a.SVG", "a.pdf", "a.png", "b.svg"]
+
+
+def test_a_page_replaces_a_page_and_nothing_else(folder):
+    write_json("q.json", kind="tasks", rows=[], source="a", converted="b")
+    for name in ("a.html", "a.md"):
+        for _ in range(2):
+            assert run("report", "q.json", "-o", name) == 0
+        Path(name).write_text("<!doctype html>\n<html lang='en'>mine")
+        assert run("report", "q.json", "-o", name) == 2 and "mine" in Path(name).read_text()
 
 
 def test_write_output_spares_a_file_that_appeared(tmp_path):

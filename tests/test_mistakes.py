@@ -37,7 +37,7 @@ def test_latency_says_which_models_it_wants(arguments, message, capsys):
         ("inspect /no/such/folder", "checkpoint is '/no/such/folder'"),
         ("demo --model /no/such/folder", "model is '/no/such/folder'"),
         ("eval quality /no/such/a /no/such/b", "/no/such/a"),
-        ("plot a.png no.json", "no.json"),
+        ("report no.json", "no.json"),
         ("convert a b --recipe /no/such.yaml", "/no/such.yaml"),
         ("convert a b --cache-ratio 1.5", "cache_ratio is 1.5"),
         ("convert a b --preset fast", "preset is 'fast'; expected one of 'auto', 'minimal', "),

@@ -43,10 +43,8 @@ def test_convert_inspect_and_evaluate(tiny_source, tmp_path, capsys):
 
     report = tmp_path / "quality.json"
     quick = ("--text", "builtin:prose", "builtin:pydoc", "--lengths", "32,64", "--max-tokens", 256, "--device", "cpu")
-    quick += ("--plot", tmp_path / "quality.png")
     capsys.readouterr()
     assert run("eval", "quality", tiny_source, destination, *quick, "--json", report) == 0
-    assert (tmp_path / "quality.png").is_file()
     written = json.loads(report.read_text())
     assert [(row["text"], row["seqlen"], row["num_tokens"]) for row in written["rows"]] == [
         ("builtin:prose", 32, 8 * 31),

@@ -1,323 +1,295 @@
-"""Plots of losses and latencies, from rows as they were measured or from their JSON files."""
+"""Pictures of losses and latencies, from rows as they were measured or from their JSON files."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mha2mla.eval.measurement import is_ours
-from mha2mla.files import picture, write_output
+from mha2mla.eval.measurement import is_ours, time_of
+from mha2mla.plotting import MAX_LINES, Curve, Panel, Picture, Point, chunks
 
 Row = Mapping[str, Any]
-Points = dict[str, list[tuple[float, float]]]  # name of a curve → (x, ratio)
-Draw = Callable[[Any], None]  # into axes of matplotlib
-
-_COLORS = 64
-LAYER_CURVES = {
-    "score_error": "attention scores, on the source's inputs",
-    "output_error": "attention output, on the source's inputs",
-    "stream_output_error": "attention output, after the converted layers before",
-    "hidden_error": "hidden states after the layer",
+Named = Mapping[str, Sequence[Row]]  # conversion → its rows
+UNQUANTISED = "16 bits"  # cache of a row of the converted model itself; older records name none
+# Curve of the picture of bytes → how the names of its caches begin, its role and style.
+CACHES: Mapping[str, tuple[str, Any, Any]] = {
+    "source, KV codes": ("source", "source", "dashed"),
+    "converted": (UNQUANTISED, "ours", "line"),
+    "latent codes": ("latent", "other", "dashed"),
 }
-_RATIO = "perplexity ÷ source's"
-_BESIDE = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "fontsize": 8, "frameon": False}  # legend beside the axes
-_TICKS = (1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2, 4, 10, 100)
+RATIO = "perplexity ÷ source's"
+LAYER_CURVES = {
+    "score_error": "scores",
+    "output_error": "attention output",
+    "stream_output_error": "attention output",
+    "hidden_error": "hidden states",
+}
+# op → what is drawn of it, with its unit, from a row
+OPS = {
+    "decode step": ("A decode step", "ms a step", lambda row: _scaled(time_of(row), 1e-3)),
+    "generate": ("Generation", "tokens/s, all sequences", lambda row: row.get("tokens_per_s")),
+    "prefill": ("A prompt", "ms a prompt", lambda row: _scaled(time_of(row), 1e-3)),
+    "attention": ("Attention of one layer", "µs a call", lambda row: time_of(row)),
+}
 
 
-def check_installed() -> None:
-    """Raises ImportError, which says what to install, where nothing can be drawn: before a measurement, not after."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("a plot needs matplotlib: pip install -e '.[plots]' in the clone")
+def loss_by_length(conversions: Named) -> list[Picture]:
+    """Perplexity ratio against the length of the window, a panel for each text."""
+
+    def points(rows: Sequence[Row]) -> list[Point]:
+        return [(row["seqlen"], _number(row["perplexity_ratio"])) for row in rows]
+
+    worst = {name: worst_losses(rows) for name, rows in conversions.items()}
+    said = "; ".join(
+        f"{name}: {_change(found[min(found)])} at {min(found):,} tokens"
+        + (f", {_change(found[max(found)])} at {max(found):,}" if len(found) > 1 else "")
+        for name, found in worst.items()
+        if found
+    )
+    headline = f"Perplexity against the source's, on the worst text: {said}"
+    return _by_text(conversions, headline, "tokens in a window", points, "line", "log2")
 
 
-def plot_layers(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
-    """Draws relative errors by layer on a logarithmic axis.
+def loss_by_position(conversions: Named) -> list[Picture]:
+    """Perplexity ratio by position in the longest window, a panel for each text."""
+
+    def points(rows: Sequence[Row]) -> list[Point]:
+        found = [(row["first"], _number(row["perplexity_ratio"])) for row in rows]
+        return [*found, (rows[-1]["stop"], found[-1][1])]
+
+    first, last = ({}, {})
+    for name, rows in conversions.items():
+        for text in dict.fromkeys(row["text"] for row in rows):
+            parts = [_number(row["perplexity_ratio"]) for row in rows if row["text"] == text]
+            first[name] = max(parts[0], first.get(name, 0.0))
+            last[name] = max(parts[-1], last.get(name, 0.0))
+    said = "; ".join(f"{name}: {_change(first[name])} at its start, {_change(last[name])} at its end" for name in first)
+    headline = f"Perplexity inside a window, on the worst text: {said}"
+    return _by_text(conversions, headline, "position in the window (tokens)", points, "step", "linear")
+
+
+def _by_text(conversions: Named, headline: str, x: str, points: Any, style: Any, scale: Any) -> list[Picture]:
+    pictures = []
+    for part in chunks(list(conversions.items()), MAX_LINES - 1):
+        panels = []
+        for text in dict.fromkeys(row["text"] for _, rows in part for row in rows):
+            found = {name: [row for row in rows if row["text"] == text] for name, rows in part}
+            drawn = {name: points(rows) for name, rows in found.items() if rows}
+            xs = [x for each in drawn.values() for x, _ in each]
+            source = Curve("source", [(min(xs), 1.0), (max(xs), 1.0)], "source")
+            ours = [Curve(name, each, *look) for (name, each), look in zip(drawn.items(), _looks(style), strict=False)]
+            panels.append(Panel(text.removeprefix("builtin:"), x, RATIO, [source, *ours], (scale, "ratio")))
+        if panels:
+            pictures.append(Picture(headline, panels))
+    return pictures
+
+
+def _looks(style: Any) -> list[tuple[Any, Any]]:
+    """Role and style of the first, second and third conversion of a panel."""
+    return [("ours", style), ("other", style), ("other", "dashed")]
+
+
+def loss_by_bytes(conversions: Named, shares: Mapping[str, float]) -> list[Picture]:
+    """Perplexity ratio against cache bytes: conversions, their quantised latents, the source's quantised cache.
 
     Args:
-        rows: one per layer, with ``layer`` and the keys of :data:`LAYER_CURVES`; a curve whose values are absent, zero
-            or not finite is left out there.
-        path: PNG file to write, well below 100 kB, or SVG or PDF.
-
-    Raises:
-        ImportError: matplotlib is not installed.
+        shares: conversion → cache over the source's, for rows that do not say it.
     """
-    _picture([partial(_draw_layers, rows)], path)
+    worst: dict[tuple[int, str], dict[Any, Point]] = {}  # window length and curve → conversion and cache → point
+    for name, rows in conversions.items():
+        for row in rows:
+            cache, share = row.get("cache", UNQUANTISED), row.get("cache_share", shares.get(name))
+            curve = next(curve for curve, (start, *_) in CACHES.items() if cache.startswith(start))
+            points = worst.setdefault((row["seqlen"], curve), {})
+            loss = max(_number(row["perplexity_ratio"]), points.get((name, cache), (0, -math.inf))[1])
+            if share is not None:
+                points[name, cache] = (share, loss)
+    lengths = sorted({length for (length, _), points in worst.items() if points})
+    panels = []
+    for length in dict.fromkeys(lengths[:1] + lengths[-1:]):
+        curves = []
+        for curve, (_, *look) in CACHES.items():
+            points = list(worst.get((length, curve), {}).values())
+            if look[0] == "source":
+                curves.append(Curve(curve if points else "source", _frontier([*points, (1.0, 1.0)]), *look))
+            elif points:
+                curves.append(Curve(curve, points, *look))
+        title = f"windows of {length:,} tokens"
+        panels.append(Panel(title, "cache bytes ÷ source's, 16 bits", RATIO, curves, ("log2", "ratio")))
+    headline = "What the same bytes cost: conversions beside quantised caches, on the worst text"
+    return [Picture(headline, panels, columns=2)] if panels else []
 
 
-def plot_quality(report: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Draws the perplexity ratio by position in the window, and below it the probes, source beside converted.
+def _frontier(points: Sequence[Point]) -> list[Point]:
+    """Points that no other one beats in both bytes and loss."""
+    return [a for a in set(points) if not any(b != a and b[0] <= a[0] and b[1] <= a[1] for b in points)]
+
+
+def worst_losses(rows: Sequence[Row], cache: str = UNQUANTISED) -> dict[int, float]:
+    """Window length → perplexity ratio on the text that loses most."""
+    found: dict[int, float] = {}
+    for row in rows:
+        if row.get("cache", UNQUANTISED) == cache:
+            found[row["seqlen"]] = max(_number(row["perplexity_ratio"]), found.get(row["seqlen"], -math.inf))
+    return dict(sorted(found.items()))
+
+
+def probes(rows: Sequence[Row]) -> list[Picture]:
+    """Answers of source and converted model to probes of far context, a picture for each measure."""
+    pictures = []
+    for measure, what in (("accuracy", "right answers (share)"), ("gain", "gain (nats a token)")):
+        part = [row for row in rows if row["measure"] == measure]
+        if not part:
+            continue
+        curves = [
+            Curve(name, [(place, row[key]) for place, row in enumerate(part)], role, style)
+            for name, key, role, style in (
+                ("chance", "chance", "soft", "points"),
+                ("source", "source", "source", "points"),
+                ("converted", "converted", "ours", "points"),
+            )
+        ]
+        names = [f"{row['probe']}, {row['length']:,}" for row in part]
+        kept = [row["retained"] for row in part if row.get("retained") is not None]
+        said = (
+            f"at least {100 * min(kept):.0f} % of the source's gain over chance is kept"
+            if kept
+            else "the source is at chance"
+        )
+        headline = (
+            f"Far context, {len(part)} probes of {'answers' if measure == 'accuracy' else 'repeated text'}: {said}"
+        )
+        pictures.append(Picture(headline, [Panel("", "", what, curves, ("linear", "linear"), names)], columns=1))
+    return pictures
+
+
+def loss_by_layer(rows: Sequence[Row]) -> Picture:
+    """Relative errors by layer: of each converted layer on the source's inputs, and after the layers before it.
 
     Args:
-        report: what ``QualityReport.to_dict`` gives, or the JSON that ``mha2mla eval quality`` wrote: its keys
-            ``by_position`` and ``probes``, either of which may be empty.
-        path: PNG, SVG or PDF file to write; its folder is made when missing.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        ValueError: the report has neither positions nor probes.
+        rows: one per layer, with ``layer`` and the keys of :data:`LAYER_CURVES`; a value that is absent, zero or not
+            finite is left out.
     """
-    choices = [row for row in report.get("probes", []) if row["measure"] == "accuracy"]
-    gains = [row for row in report.get("probes", []) if row["measure"] == "gain"]
-    drawings = [(_draw_positions, report.get("by_position", [])), (_draw_probes, choices), (_draw_probes, gains)]
-    panels = [partial(draw, rows) for draw, rows in drawings if rows]
-    if not panels:
-        raise ValueError("report has neither by_position nor probes; expected at least one of them")
-    names = f"{Path(report['source']).name} → {_name(report)}" if "source" in report else None
-    _picture(panels, path, title=names)
+
+    def curve(key: str, look: tuple[Any, Any]) -> Curve:
+        points = [(row["layer"], _number(row.get(key))) for row in rows]
+        return Curve(LAYER_CURVES[key], [point for point in points if point[1] > 0], *look)
+
+    pairs = {
+        "each layer on the source's inputs": ("output_error", "score_error"),
+        "after the converted layers before": ("hidden_error", "stream_output_error"),
+    }
+    panels = [
+        Panel(
+            title,
+            "layer",
+            "relative error",
+            [curve(*each) for each in zip(keys, _looks("line"), strict=False)],
+            ("linear", "log2"),
+        )
+        for title, keys in pairs.items()
+    ]
+    last = _number(rows[-1].get("hidden_error")) if rows else math.nan
+    said = f"{100 * last:.3g} % in the hidden states after the last layer" if math.isfinite(last) else "not finite"
+    return Picture(f"Error by layer: {said}", panels, columns=2)
 
 
-def plot_reports(reports: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]) -> None:
-    """Draws what JSON files of this package say of conversions: which picture, their kinds decide.
-
-    One of ``eval quality`` gives :func:`plot_quality`; those of several checkpoints beside those of ``eval latency`` of
-    the same checkpoints, or of ``benchmarks/loss_and_time.py``, loss against the time of a decode call; those of
-    ``benchmarks/conversion.py``, loss against the length of the window at the largest cache, and against cached bytes.
-    Those of ``eval latency --level e2e`` without any losses: tokens per second and the largest batch against context.
-    A folder's ``conversion.json`` alone gives :func:`plot_layers`.
+def latencies(rows: Sequence[Row], op: str) -> tuple[list[Picture], list[dict[str, Any]]]:
+    """Source beside converted over length, a column of panels for each batch, speed-ups below; and their table.
 
     Args:
-        reports: what the files hold.
-        path: PNG, SVG or PDF file to write.
+        rows: of ``eval latency``; those without a time are left out.
+        op: key of :data:`OPS`. The source's fastest implementation counts.
 
-    Raises:
-        ImportError: matplotlib is not installed.
-        ValueError: nothing of that can be drawn.
+    Returns:
+        Pictures of at most four batches each, and rows with ``batch``, ``seqlen``, ``source``, ``converted`` (in the
+        unit of the op) and ``speed_up``.
     """
-    of_kind = {kind: [each for each in reports if each.get("kind") == kind] for kind in ("quality", "latency")}
-    converted = [row for each in reports if str(each.get("kind")).startswith("conversion") for row in each["rows"]]
-    if len(reports) == 1 and converted and LAYER_CURVES.keys() & converted[0].keys():
-        return plot_layers(converted, path)
-    panels: list[Draw] = []
-    if rows := _presets([row for row in converted if "name" in row]):
-        share = max(row["cache_ratio"] for row in rows)
-        what = f"tokens in a window, {share:g} of the source's cache"
-        panels.append(partial(_draw_losses, lengths_and_losses(rows, share), what))
-        panels.append(partial(_draw_losses, _bytes_and_losses(rows), "cached bytes ÷ source's; longest windows"))
-    timed = [row for each in reports if each.get("kind") == "loss-and-time" for row in each["rows"]]
-    for what, points in _times_and_losses(**of_kind, timed=timed).items():
-        panels.append(partial(_draw_losses, points, what))
-    generated = [(each, rows) for each in of_kind["latency"] if (rows := _generated(each))]
-    if generated and not panels and not of_kind["quality"]:
-        speeds, batches = speeds_and_batches([row for _, rows in generated for row in rows])
-        panels = [partial(_draw_contexts, speeds, "tokens / s, all sequences")]
-        panels += [partial(_draw_contexts, batches, "largest batch (estimated)")] if batches else []
-        _picture(panels, path, title="; ".join(dict.fromkeys(_timed_models(each) for each, _ in generated)))
-    elif panels:
-        models = dict.fromkeys(each["measured"]["model"] for each in reports if "measured" in each)
-        _picture(panels, path, title="; ".join([*models, "the text that loses most"]))
-    elif len(of_kind["quality"]) == 1:
-        plot_quality(of_kind["quality"][0], path)
-    else:
-        kinds = ", ".join(str(each.get("kind")) for each in reports)
-        raise ValueError(
-            f"reports are of kind {kinds}; expected one of 'quality', 'quality' and 'latency' of the same checkpoints,"
-            " 'latency' with rows of --level e2e, 'conversion', or 'loss-and-time'"
-        )
-
-
-def _name(report: Mapping[str, Any]) -> str:
-    return Path(report["converted"]).name
-
-
-def _timed_models(report: Mapping[str, Any]) -> str:
-    """Models and device of a report of ``eval latency``."""
-    gpu = report.get("environment", {}).get("gpu")
-    what = f"{Path(report['source']).name} → {_name(report)}" if report.get("source") else None
-    what = what or f"{report['random_weights']}, random weights → {report['geometry']}"
-    return what if gpu is None else f"{what}, {gpu}"
-
-
-def _generated(report: Mapping[str, Any]) -> list[Row]:
-    return [row for row in report["rows"] if row["op"] == "generate" and row.get("tokens_per_s") is not None]
-
-
-def speeds_and_batches(rows: Sequence[Row]) -> tuple[Points, Points]:
-    """Implementation and batch → (context, tokens/s) of ``generate``; implementation → (context, largest batch), as
-    estimated from the largest batch measured there."""
-    speeds: Points = {}
-    largest: dict[str, dict[float, tuple[int, float]]] = {}
-    for row in sorted(rows, key=lambda row: (row["implementation"] != "source", row["batch"], row["seqlen"])):
-        point = (row["seqlen"], row["tokens_per_s"])
-        speeds.setdefault(f"{row['implementation']}, batch {row['batch']}", []).append(point)
-        if row.get("largest_batch"):
-            found = largest.setdefault(row["implementation"], {})
-            found[row["seqlen"]] = max(found.get(row["seqlen"], (0, 0)), (row["batch"], row["largest_batch"]))
-    batches = {name: sorted((x, batch) for x, (_, batch) in found.items()) for name, found in largest.items()}
-    return speeds, batches
-
-
-def _presets(rows: Sequence[Row]) -> list[Row]:
-    """Rows of a whole conversion, under the name of its preset and layout; those about something else (one step of
-    one, other widths) are left out, and the last row stands for a conversion that was measured again."""
-    found = {}
+    subject, unit, value_of = OPS[op]
+    faster = max if op == "generate" else min
+    found: dict[tuple[int, int], dict[str, float]] = {}
     for row in rows:
-        share, _, name = row["name"].partition(" ")
-        if share.replace(".", "").isdecimal() and "=" not in name and row["status"] == "ok" and _lengths(row):
-            found[row["name"]] = {**row, "name": name}
-    return list(found.values())
+        if row["op"] == op and (value := value_of(row) or 0) > 0:  # noise of a few tokens may be below 0
+            sides = found.setdefault((row["batch"], row["seqlen"]), {})
+            side = "converted" if is_ours(row) else "source"
+            sides[side] = faster(value, sides.get(side, value))
+    table = []
+    for (batch, seqlen), sides in sorted(found.items()):
+        line = {"batch": batch, "seqlen": seqlen, "source": sides.get("source"), "converted": sides.get("converted")}
+        if len(sides) == 2:
+            ratio = sides["source"] / sides["converted"]
+            line["speed_up"] = 1 / ratio if op == "generate" else ratio
+        table.append(line)
+    ups = [(line["speed_up"], line["batch"], line["seqlen"]) for line in table if "speed_up" in line]
+    said = "is timed without a source beside it"
+    if ups:
+        (least, *_), (most, batch, seqlen) = min(ups), max(ups)
+        span = f"{most:.2g}" if f"{least:.2g}" == f"{most:.2g}" else f"{least:.2g} to {most:.2g}"
+        said = f"runs at {span} times the source's speed, most at batch {batch:,} × {seqlen:,} tokens"
+    pictures = []
+    for batches in chunks(sorted({line["batch"] for line in table}), 4):
+        panels = [_over_length(table, batch, ("source", "converted"), unit) for batch in batches]
+        if ups:
+            panels += [_over_length(table, batch, ("speed_up",), "source's time ÷ ours") for batch in batches]
+        pictures.append(Picture(f"{subject} {said}", panels, columns=len(batches)))
+    return pictures, table
 
 
-def _lengths(row: Row) -> list[int]:
-    return sorted(int(key) for key in row if key.isdecimal())
-
-
-def lengths_and_losses(rows: Sequence[Row], share: float) -> Points:
-    """Preset and layout, with the ratio in the longest windows → (length, ratio) at one share of the cache."""
-    points = {}
-    for row in rows:
-        if row["cache_ratio"] == share:
-            found = [(float(length), float(row[str(length)])) for length in _lengths(row)]
-            points[f"{row['name']} {found[-1][1]:.3g}"] = found
-    return points
-
-
-def _bytes_and_losses(rows: Sequence[Row]) -> Points:
-    """Preset and layout → (share of the cache, ratio in the longest windows) for each share."""
-    points: Points = {}
-    for row in rows:
-        points.setdefault(row["name"], []).append((row["cache_ratio"], float(row[str(_lengths(row)[-1])])))
-    return points
-
-
-def _times_and_losses(
-    quality: Sequence[Mapping[str, Any]], latency: Sequence[Mapping[str, Any]], timed: Sequence[Row] = ()
-) -> dict[str, Points]:
-    """Timed op → checkpoint, or preset of ``timed`` rows → (µs, ratio in its longest windows, the text that loses
-    most)."""
-    losses: dict[str, float] = {}
-    for report in quality if latency else ():
-        longest = max(row["seqlen"] for row in report["rows"])
-        losses[_name(report)] = max(
-            float(row["perplexity_ratio"]) for row in report["rows"] if row["seqlen"] == longest
+def _over_length(table: Sequence[Row], batch: int, keys: Sequence[str], unit: str) -> Panel:
+    part = [line for line in table if line["batch"] == batch]
+    curves = [
+        Curve(
+            key.replace("speed_up", "converted"),
+            [(line["seqlen"], line.get(key)) for line in part],
+            "source" if key == "source" else "ours",
         )
-    found: dict[str, Points] = {}
-    for report in (each for each in latency if each.get("converted")):
-        for row in filter(is_ours, report["rows"]) if _name(report) in losses else ():
-            if row["status"] == "ok":
-                what = f"{row['op']}, {row['batch']:,} × {row['seqlen']:,}: µs; longest windows"
-                found.setdefault(what, {})[_name(report)] = [(row["us_p50"], losses[_name(report)])]
-    for row in timed:
-        if row["status"] == "ok":
-            what = f"decode of a layer, {row['B']:,} × {row['longest']:,}: µs; longest windows"
-            found.setdefault(what, {}).setdefault(row["preset"], []).append((row["us"], row["loss"]))
-    return found
+        for key in keys
+    ]
+    if keys == ("speed_up",):
+        curves.insert(0, Curve("source", [(line["seqlen"], 1.0) for line in part], "source"))
+        return Panel("", "cached tokens", unit, curves)
+    return Panel(f"batch {batch:,}", "cached tokens", unit, curves)
 
 
-def _picture(panels: Sequence[Draw], path: str | os.PathLike[str], *, title: str | None = None) -> None:
-    """One panel below the other."""
-    check_installed()
-    kind = picture(path)
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from PIL import Image
-
-    # Not pyplot: it would choose a display for the whole process.
-    figure = Figure(figsize=(7.5, 3.2 * len(panels)), dpi=100, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    for place, draw in enumerate(panels):
-        draw(figure.add_subplot(len(panels), 1, place + 1))
-    if title:
-        figure.suptitle(title, fontsize=10)
-
-    def write(temporary: Path) -> None:
-        suffix = Path(path).suffix.lower()
-        if suffix != ".png":
-            undated = {"Date": None} if suffix == ".svg" else {"CreationDate": None}
-            with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "mha2mla"}):
-                figure.savefig(temporary, format=suffix[1:], metadata=undated)
-            return
-        canvas.draw()
-        # A palette takes a third of the bytes; Pillow comes with matplotlib.
-        pixels = Image.frombuffer("RGBA", canvas.get_width_height(), bytes(canvas.buffer_rgba())).convert("RGB")
-        pixels.quantize(_COLORS, dither=Image.Dither.NONE).save(temporary, format="PNG", optimize=True)
-
-    write_output(path, kind, write)
+def largest_batches(rows: Sequence[Row]) -> Picture | None:
+    """Largest batch that fits against context, estimated from the largest batch measured there."""
+    found: dict[str, dict[int, tuple[int, int]]] = {"source": {}, "converted": {}}
+    for row in rows:
+        if row["op"] == "generate" and row.get("largest_batch"):
+            side = found["converted" if is_ours(row) else "source"]
+            side[row["seqlen"]] = max(side.get(row["seqlen"], (0, 0)), (row["batch"], row["largest_batch"]))
+    points = {side: [(length, largest) for length, (_, largest) in each.items()] for side, each in found.items()}
+    if not points["converted"]:
+        return None
+    curves = [Curve(side, points[side], "source" if side == "source" else "ours") for side in points]
+    gains = [
+        largest / dict(points["source"])[length]
+        for length, largest in points["converted"]
+        if length in dict(points["source"])
+    ]
+    said = f": {min(gains):.2g} to {max(gains):.2g} times the source's" if gains else ""
+    panel = Panel("largest batch (estimated)", "context (tokens)", "sequences", curves)
+    return Picture(f"Largest batch that fits, estimated{said}", [panel], columns=1)
 
 
-def _draw_layers(rows: Sequence[Row], axes: Any) -> None:
-    for key, label in LAYER_CURVES.items():
-        points = [(row["layer"], row.get(key)) for row in rows]
-        points = [(layer, value) for layer, value in points if value is not None and 0 < value < math.inf]
-        if points:
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1.2, label=label)
-    axes.set(xlabel="layer", ylabel="relative error", yscale="log")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(which="both", alpha=0.25)
-    if axes.lines:
-        axes.figure.legend(loc="outside upper center", ncols=2, fontsize=8, frameon=False)
+def model_name(report: Mapping[str, Any]) -> str:
+    """Short name of the conversion that a report of ``eval quality`` or ``eval latency`` is about."""
+    converted = report.get("converted") or report.get("geometry") or report.get("preset") or "converted"
+    return Path(str(converted)).name
 
 
-def _draw_positions(rows: Sequence[Row], axes: Any) -> None:
-    """A step for each part of the window, a curve for each text."""
-    for text in dict.fromkeys(row["text"] for row in rows):
-        parts = [row for row in rows if row["text"] == text]
-        label = f"{Path(text).name.removeprefix('builtin:')}, window of {parts[0]['seqlen']:,}"
-        axes.stairs(
-            [float(row["perplexity_ratio"]) for row in parts],
-            [row["first"] for row in parts] + [parts[-1]["stop"]],
-            baseline=None,
-            linewidth=1.5,
-            label=label,
-        )
-    axes.axhline(1.0, color="0.6", linewidth=0.8, linestyle=":")
-    axes.set(xlabel="position in the window (tokens)", ylabel=_RATIO)
-    axes.grid(alpha=0.25)
-    axes.legend(**_BESIDE)
+def _change(ratio: float) -> str:
+    if not math.isfinite(ratio):
+        return f"{ratio} ×"
+    return f"{100 * (ratio - 1):+.1f} %" if ratio < 2 else f"{ratio:.3g} ×"
 
 
-def _draw_probes(rows: Sequence[Row], axes: Any) -> None:
-    """Two bars for each probe at each length; pale where the source is at chance, which a line marks."""
-    for place, row in enumerate(rows):
-        for side, color, shift in (("source", "0.45", -0.2), ("converted", "tab:blue", 0.2)):
-            label = side if place == 0 else None
-            axes.bar(place + shift, row[side], 0.38, color=color, alpha=1.0 if row["counts"] else 0.3, label=label)
-        axes.hlines(row["chance"], place - 0.45, place + 0.45, color="black", linewidth=1.0, linestyle=":")
-    names = [f"{row['probe']}, {row['length']:,}" for row in rows]
-    axes.set_xticks(range(len(rows)), names, fontsize=7, rotation=30, ha="right", rotation_mode="anchor")
-    is_gain = rows[0]["measure"] == "gain"
-    axes.set_ylabel("gain (nats a token)" if is_gain else "right choices (dotted: chance)")
-    axes.grid(axis="y", alpha=0.25)
-    axes.legend(fontsize=8, frameon=False)
+def _number(value: Any) -> float:
+    """A number that JSON may hold as a string, such as "inf"; NaN for none."""
+    return math.nan if value is None else float(value)
 
 
-def _draw_contexts(points: Points, what: str, axes: Any) -> None:
-    """A curve for each name over the context, both axes logarithmic; the source's dashed, a colour for each batch."""
-    lengths = sorted({x for found in points.values() for x, _ in found})
-    batches = list(dict.fromkeys(name.partition(",")[2] for name in points))
-    for name, found in points.items():
-        implementation, _, batch = name.partition(",")
-        style = "--" if implementation == "source" else "-"
-        color = f"C{batches.index(batch)}"
-        axes.plot(*zip(*found, strict=True), style, color=color, marker="o", markersize=4, linewidth=1.2, label=name)
-    axes.set(xlabel="context (tokens)", ylabel=what, xscale="log", yscale="log")
-    axes.set_xticks(lengths, [f"{length:,.0f}" for length in lengths])
-    axes.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
-    axes.yaxis.set_major_formatter("{x:,g}")
-    axes.minorticks_off()
-    axes.grid(alpha=0.25)
-    axes.legend(**_BESIDE)
-
-
-def _draw_losses(points: Points, what: str, axes: Any) -> None:
-    """A curve for each name; what is lost is the distance from 1, which gets the logarithm."""
-    lost = {name: sorted((x, y - 1) for x, y in found if 1 < y < math.inf) for name, found in points.items()}
-    for name, found in lost.items():
-        if found:
-            axes.plot(*zip(*found, strict=True), marker="o", markersize=4, linewidth=1.2, label=name)
-    axes.set(xlabel=what, ylabel=_RATIO, yscale="log")
-    values = [y for found in lost.values() for _, y in found] or [1.0]
-    ticks = [tick - 1 for tick in _TICKS if min(values) / 3 <= tick - 1 <= 3 * max(values)]
-    axes.set_yticks(ticks, [f"{1 + tick:g}" for tick in ticks])
-    if what.startswith("tokens"):
-        axes.set_xscale("log", base=2)
-        lengths = sorted({x for found in lost.values() for x, _ in found})
-        axes.set_xticks(lengths, [f"{length:.0f}" for length in lengths])
-    axes.minorticks_off()
-    axes.grid(alpha=0.25)
-    axes.legend(**_BESIDE)
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor

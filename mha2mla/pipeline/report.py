@@ -217,7 +217,7 @@ def make_report(
 def write_report(arguments: Arguments, device: torch.device, folder: Path, report: ConversionReport, made: str) -> None:
     """conversion.json, the model card, which says what was ``made`` of the source, and its plot where matplotlib is
     installed."""
-    from mha2mla.eval.plots import plot_layers
+    from mha2mla.eval.plots import loss_by_layer
     from mha2mla.eval.report import write_json
     from mha2mla.modeling.config import CODE_FILES
 
@@ -228,7 +228,7 @@ def write_report(arguments: Arguments, device: torch.device, folder: Path, repor
     write_json(folder / RECORD_FILE, kind="conversion", rows=values["layers"], environment=environment, **fields)
     plot: str | None = PLOT_FILE
     try:
-        plot_layers(values["layers"], folder / PLOT_FILE)
+        loss_by_layer(values["layers"]).save(folder / PLOT_FILE)
     except ImportError as error:
         plot = None
         arguments.say(f"the model card has no plot: {error}")

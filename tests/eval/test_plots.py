@@ -1,170 +1,145 @@
-import json
+"""Pictures of measured rows: which curves they have, and what their headlines say."""
+
 import math
 
 import pytest
 
-from mha2mla.cli import main
 from mha2mla.eval import plots
-from mha2mla.eval.plots import LAYER_CURVES, plot_layers, plot_quality
-
-pytest.importorskip("matplotlib")
-from PIL import Image
 
 
-def _report(ratio=1.1):
-    parts = [
-        {"text": text, "seqlen": 8192, "first": 1024 * part, "stop": 1024 * (part + 1), "perplexity_ratio": ratio}
-        for text in ("builtin:prose", "a/file.txt")
-        for part in range(8)
+def _row(text, seqlen, ratio, **others):
+    return {"text": f"builtin:{text}", "seqlen": seqlen, "perplexity_ratio": ratio, **others}
+
+
+LOSSES = [_row("prose", 512, 1.01), _row("prose", 2048, 1.02), _row("stdlib", 512, 1.05), _row("stdlib", 2048, 1.04)]
+
+
+def _curves(panel):
+    return {curve.name: curve.drawn() for curve in panel.curves}
+
+
+def test_loss_by_length_has_a_panel_for_each_text():
+    (picture,) = plots.loss_by_length({"latent": LOSSES})
+    assert picture.headline.endswith("latent: +5.0 % at 512 tokens, +4.0 % at 2,048")
+    assert [panel.title for panel in picture.panels] == ["prose", "stdlib"]
+    assert _curves(picture.panels[0]) == {"source": [(512, 1), (2048, 1)], "latent": [(512, 1.01), (2048, 1.02)]}
+
+
+def test_more_than_three_conversions_are_several_pictures():
+    pictures = plots.loss_by_length({str(place): LOSSES for place in range(4)})
+    assert [len(picture.panels[0].curves) for picture in pictures] == [4, 2]
+
+
+@pytest.mark.parametrize("ratio", [math.inf, "inf", math.nan])  # "inf" is how JSON has it
+def test_broken_models_are_drawn_too(ratio):
+    pytest.importorskip("matplotlib")
+    (picture,) = plots.loss_by_length({"latent": [_row("prose", 512, ratio)]})
+    assert "source" in picture.svg()
+
+
+def test_loss_by_position_holds_each_part():
+    parts = [_row("prose", 64, ratio, first=16 * place, stop=16 * place + 16) for place, ratio in enumerate((1.1, 1.2))]
+    (picture,) = plots.loss_by_position({"latent": parts})
+    assert _curves(picture.panels[0])["latent"] == [(0, 1.1), (16, 1.2), (32, 1.2)]
+    assert picture.headline.endswith("latent: +10.0 % at its start, +20.0 % at its end")
+
+
+def test_loss_by_bytes_has_the_caches_of_both_models():
+    rows = [
+        _row("prose", 512, 1.05, cache="16 bits", cache_share=0.5),
+        _row("stdlib", 512, 1.10, cache="16 bits", cache_share=0.5),
+        _row("prose", 512, 1.15, cache="latent 4 bits, importance", cache_share=0.125),
+        _row("prose", 512, 1.02, cache="source, KV 4 bits, keys by channel", cache_share=0.27),
+        _row("prose", 512, 1.04, cache="source, KV 4 bits, keys by token", cache_share=0.28),
     ]
-    values = {"length": 512, "chance": 0.1, "source": 0.9, "converted": 0.5}
-    kinds = (("one key", "accuracy", True), ("sums", "accuracy", False), ("span", "gain", True))
-    probes = [values | {"probe": name, "measure": measure, "counts": counts} for name, measure, counts in kinds]
-    return {"by_position": parts, "probes": probes}
+    ((panel,),) = (picture.panels for picture in plots.loss_by_bytes({"latent": rows}, {}))
+    assert _curves(panel) == {
+        "source, KV codes": [(0.27, 1.02), (1.0, 1.0)],  # keys by token are worse at more bytes
+        "converted": [(0.5, 1.1)],
+        "latent codes": [(0.125, 1.15)],
+    }
 
 
-def _size(path):
-    with Image.open(path) as picture:
-        return picture.size
+def test_loss_by_bytes_takes_shares_of_older_records():
+    rows = [_row("prose", 512, 1.05), _row("prose", 2048, 1.06)]
+    (picture,) = plots.loss_by_bytes({"latent": rows}, {"latent": 0.5})
+    assert [_curves(panel)["converted"] for panel in picture.panels] == [[(0.5, 1.05)], [(0.5, 1.06)]]
+    assert plots.loss_by_bytes({"latent": rows}, {}) == []
 
 
-def test_a_picture_has_positions_choices_and_gains(tmp_path):
-    report = _report()
-    plot_quality(report, tmp_path / "new" / "all.png")
-    plot_quality(report | {"probes": []}, tmp_path / "positions.png")
-    plot_quality(report | {"by_position": []}, tmp_path / "probes.png")
-    whole, positions, probes = (_size(tmp_path / name) for name in ("new/all.png", "positions.png", "probes.png"))
-    assert whole[1] == positions[1] + probes[1] == 3 * positions[1]
-    assert (tmp_path / "new" / "all.png").stat().st_size < 100_000
-
-
-def test_a_broken_model_is_drawn_too(tmp_path):
-    for ratio in (math.inf, math.nan, "inf"):  # "inf" is how JSON has it
-        plot_quality(_report(ratio), tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").is_file()
-
-
-def test_nothing_to_draw_is_said(tmp_path):
-    with pytest.raises(ValueError, match="neither by_position nor probes"):
-        plot_quality({"by_position": [], "probes": []}, tmp_path / "plot.png")
-
-
-def test_what_is_missing_is_said_before_anything_is_measured(tiny_source, monkeypatch, capsys):
-    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
-    assert main(["eval", "quality", str(tiny_source), str(tiny_source), "--plot", "plot.png"]) == 2
-    assert "a plot needs matplotlib" in capsys.readouterr().err
+def test_probes_are_drawn_by_measure():
+    row = {"length": 512, "chance": 0.1, "source": 0.9, "converted": 0.5, "retained": 0.5}
+    kinds = (("one key", "accuracy"), ("sums", "accuracy"), ("span", "gain"))
+    choices, gains = plots.probes([row | {"probe": name, "measure": measure} for name, measure in kinds])
+    assert choices.panels[0].categories == ["one key, 512", "sums, 512"] and "at least 50 %" in choices.headline
+    assert _curves(gains.panels[0])["converted"] == [(0, 0.5)]
 
 
 @pytest.mark.parametrize("layers", [1, 126])
-def test_the_picture_of_layers_stays_small(layers, tmp_path):
-    # Jagged curves, as a PNG likes least.
-    rows = [
-        {"layer": layer, **{key: 0.01 + (layer * (7 + 3 * i) % 11) / 10 for i, key in enumerate(LAYER_CURVES)}}
-        for layer in range(layers)
-    ]
-    plot_layers(rows, tmp_path / "plot.png")
+def test_picture_of_layers_stays_small(layers, tmp_path):
+    pytest.importorskip("matplotlib")
+    keys = enumerate(plots.LAYER_CURVES)  # jagged curves, as a PNG likes least
+    rows = [{"layer": layer} for layer in range(layers)]
+    for place, key in keys:
+        for row in rows:
+            row[key] = 0.01 + (row["layer"] * (7 + 3 * place) % 11) / 10
+    plots.loss_by_layer(rows).save(tmp_path / "plot.png")
     assert 1000 < (tmp_path / "plot.png").stat().st_size < 100_000
 
 
-def test_values_off_a_logarithmic_axis_are_left_out(tmp_path):
-    values = [0.0, math.inf, math.nan, None]
-    plot_layers([{"layer": layer, "score_error": value} for layer, value in enumerate(values)], tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+def test_layers_leave_out_what_has_no_logarithm():
+    values = [0.0, math.inf, math.nan, None, 0.5]
+    picture = plots.loss_by_layer([{"layer": layer, "score_error": value} for layer, value in enumerate(values)])
+    assert _curves(picture.panels[0])["scores"] == [(4, 0.5)] and "not finite" in picture.headline
 
 
-def _drawn(tmp_path, *reports) -> str:
-    """The SVG that the verb makes of JSON files."""
-    files = [tmp_path / f"{place}.json" for place in range(len(reports))]
-    for file, report in zip(files, reports, strict=True):
-        file.write_text(json.dumps(report))
-    first, *more = map(str, files)
-    assert main(["plot", str(tmp_path / "plot.svg"), first, *(["--more", *more] if more else [])]) == 0
-    return (tmp_path / "plot.svg").read_text()
+def _timed(op, implementation, batch, seqlen, us, **others):
+    row = {"op": op, "implementation": implementation, "batch": batch, "seqlen": seqlen, "us_p50": us, "status": "ok"}
+    return row | others
 
 
-def test_a_quality_report_is_drawn_elsewhere(tmp_path):
-    names = {"kind": "quality", "source": "/far/away/llama", "converted": "/far/away/llama-mla"}
-    svg = _drawn(tmp_path, _report("inf") | names)
-    for text in ("llama → llama-mla", "prose, window of 8,192", "one key"):
-        assert text in svg
-
-
-def test_losses_are_drawn_against_cached_bytes(tmp_path):
+def test_latencies_take_the_fastest_source():
     rows = [
-        {"name": f"{share} {name}", "cache_ratio": share, "status": "ok", "512": 1.1, "8192": 1 + lost / share}
-        for name, lost in (("shared", 0.1), ("quick, per-group", 0.3))
-        for share in (0.5, 0.25)
+        _timed("attention", name, batch, 512, us * batch)
+        for batch in (1, 8)
+        for name, us in (("SDPA flash", 9.0), ("gqa_decode", 6.0), ("mla_decode (tilelang)", 2.0))
     ]
-    rows += [{"name": "RoPE 64 quick", "cache_ratio": 1.0, "status": "ok", "8192": 1.1}]
-    rows += [{"name": "0.5 failed", "cache_ratio": 0.5, "status": "failed: because"}]
-    presets = plots._presets(rows)
-    points = plots._bytes_and_losses(presets)
-    assert points["shared"] == [(0.5, 1.2), (0.25, 1.4)] and len(points) == 2
-    assert plots.lengths_and_losses(presets, 0.5)["shared 1.2"] == [(512, 1.1), (8192, 1.2)]
-    svg = _drawn(tmp_path, {"kind": "conversion", "rows": rows})
-    assert "quick, per-group 1.6" in svg and "0.5 of the source" in svg and "cached bytes" in svg and "RoPE" not in svg
+    rows += [{"op": "attention", "implementation": "FlashAttention-3", "batch": 1, "seqlen": 512, "status": "missing"}]
+    (picture,), table = plots.latencies(rows, "attention")
+    assert [line["speed_up"] for line in table] == [3.0, 3.0]
+    assert table[1] | {"speed_up": 0} == {"batch": 8, "seqlen": 512, "source": 48.0, "converted": 16.0, "speed_up": 0}
+    assert [panel.title for panel in picture.panels] == ["batch 1", "batch 8", "", ""] and picture.columns == 2
+    assert "runs at 3 times the source's speed" in picture.headline
 
 
-def test_losses_are_drawn_against_time(tmp_path):
-    def quality(name, ratio):
-        rows = [{"seqlen": 512, "perplexity_ratio": 9.0}, {"seqlen": 2048, "perplexity_ratio": ratio}]
-        return {"kind": "quality", "converted": f"x/{name}", "rows": [*rows, {**rows[1], "perplexity_ratio": 1.01}]}
-
-    def latency(name, time):
-        row = {"op": "decode step", "batch": 8, "seqlen": 2048, "status": "ok"}
-        rows = [row | {"implementation": name, "us_p50": us} for name, us in (("source", 1.0), ("converted", time))]
-        return {"kind": "latency", "converted": f"elsewhere/{name}", "rows": rows}
-
-    reports = [quality("a", 1.2), quality("b", 1.1), latency("a", 20.0), latency("b", 30.0), latency("c", 40.0)]
-    assert plots._times_and_losses(reports[:2], reports[2:]) == {
-        "decode step, 8 × 2,048: µs; longest windows": {"a": [(20.0, 1.2)], "b": [(30.0, 1.1)]}
-    }
-    assert "decode step, 8 × 2,048: µs" in _drawn(tmp_path, *reports)
+def test_latencies_prefer_the_time_of_a_graph():
+    rows = [_timed("decode step", name, 1, 512, 9e3, us_graph=us) for name, us in (("source", 4e3), ("converted", 2e3))]
+    _, table = plots.latencies(rows, "decode step")
+    assert table == [{"batch": 1, "seqlen": 512, "source": 4.0, "converted": 2.0, "speed_up": 2.0}]
 
 
-def _generate_row(implementation, batch, seqlen, tokens_per_s, largest_batch):
-    row = {"op": "generate", "implementation": implementation, "batch": batch, "seqlen": seqlen, "status": "ok"}
-    return row | {"tokens_per_s": tokens_per_s, "largest_batch": largest_batch}
+def test_latencies_leave_out_times_below_zero():
+    rows = [_timed("generate", name, 1, 8, -1.0, tokens_per_s=-9.0) for name in ("source", "converted")]
+    assert plots.latencies(rows, "generate") == ([], [])
 
 
-def test_tokens_and_batches_are_drawn_against_the_context(tmp_path):
+def test_latencies_of_one_side_have_no_speed_up():
+    (picture,), table = plots.latencies([_timed("prefill", "converted", 1, 512, 5e3)], "prefill")
+    assert "speed_up" not in table[0] and len(picture.panels) == 1 and "without a source" in picture.headline
+
+
+def test_more_than_four_batches_are_several_pictures():
+    rows = [_timed("decode step", name, batch, 512, 1e3) for name in ("source", "converted") for batch in range(1, 6)]
+    assert [picture.columns for picture in plots.latencies(rows, "decode step")[0]] == [4, 1]
+
+
+def test_largest_batch_is_of_the_largest_batch_measured():
     rows = [
-        _generate_row(name, batch, seqlen, speed * batch * 1000.0 / seqlen, int(speed * 1e5 / seqlen) - batch)
+        _timed("generate", name, batch, seqlen, 1e3, tokens_per_s=1.0, largest_batch=int(speed * 1e5 / seqlen) - batch)
         for name, speed in (("converted", 8), ("source", 1))
         for batch in (8, 1)
         for seqlen in (4096, 1024)
     ]
-    full = {"op": "generate", "implementation": "source", "batch": 64, "seqlen": 4096, "status": "out of memory: 9 GiB"}
-    rows += [full, {"op": "decode step", "implementation": "source", "batch": 1, "seqlen": 512, "status": "ok"}]
-    speeds, batches = plots.speeds_and_batches([row for row in rows if "tokens_per_s" in row])
-    assert list(speeds) == ["source, batch 1", "source, batch 8", "converted, batch 1", "converted, batch 8"]
-    assert speeds["converted, batch 8"] == [(1024, 62.5), (4096, 15.625)]
-    assert batches["source"] == [(1024, 97 - 8), (4096, 24 - 8)], "of the largest batch measured there"
-    report = {"kind": "latency", "random_weights": "llama-2-7b", "geometry": "H=32 G=32", "rows": rows}
-    svg = _drawn(tmp_path, report, report | {"rows": rows[:1]}, {"kind": "latency", "preset": "x", "rows": rows[-1:]})
-    for text in ("llama-2-7b, random weights → H=32 G=32", "tokens / s", "largest batch", "source, batch 8"):
-        assert text in svg
-    assert "4,096</text>" in svg and "512</text>" not in svg
-
-
-@pytest.mark.parametrize(
-    ("report", "message"),
-    [
-        ({"kind": "latency", "random_weights": "tiny", "geometry": "H=4"}, "'latency' with rows of --level e2e"),
-        ({"kind": "environment"}, "reports are of kind environment; expected one of"),
-    ],
-)
-def test_reports_without_a_picture_are_refused(report, message, tmp_path, capsys):
-    (tmp_path / "report.json").write_text(json.dumps(report | {"rows": []}))
-    assert main(["plot", str(tmp_path / "plot.png"), str(tmp_path / "report.json")]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_the_record_of_a_conversion_is_drawn_by_layer(tiny_converted, tmp_path, capsys):
-    """``convert --json`` gives it; its rows, which are layers, were taken for those of a benchmark (a KeyError)."""
-    record = str(tiny_converted / "conversion.json")
-    assert main(["plot", str(tmp_path / "plot.png"), record]) == 0
-    assert _size(tmp_path / "plot.png") == _size(tiny_converted / "loss_per_layer.png")
-    assert main(["plot", str(tmp_path / "two.png"), record, "--more", record]) == 2
-    assert main(["plot", str(tmp_path / "no.png"), str(tiny_converted / "README.md")]) == 2
-    assert "README.md is not JSON: " in capsys.readouterr().err
+    picture = plots.largest_batches(rows)
+    assert _curves(picture.panels[0])["source"] == [(1024, 97 - 8), (4096, 24 - 8)]
+    assert plots.largest_batches([{**row, "largest_batch": None} for row in rows]) is None

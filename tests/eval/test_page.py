@@ -1,0 +1,150 @@
+"""The page about a conversion: what it shows of the files, alone and without a network."""
+
+import json
+from html.parser import HTMLParser
+
+import pytest
+
+import mha2mla
+from mha2mla.eval.page import write_page
+from mha2mla.eval.report import write_json
+from tests.commands import run
+
+pytest.importorskip("matplotlib")
+VOID = {"meta", "link", "br"}
+
+
+class Page(HTMLParser):
+    """Texts by tag, attributes, and elements that were not closed."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.open, self.links, self.texts, self.counts = [], [], {}, {}
+        self.text = path.read_text(encoding="utf-8")
+        self.feed(self.text)
+
+    def handle_starttag(self, tag, attrs):
+        self.counts[tag] = self.counts.get(tag, 0) + 1
+        self.links += [value for name, value in attrs if name in ("src", "href", "xlink:href", "data")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.links += [value for name, value in attrs if name in ("src", "href", "xlink:href")]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and data.strip():
+            self.texts.setdefault(self.open[-1], []).append(data.strip())
+
+
+def _answers(path, model, answer, prompt="Say <b>|</b>"):
+    line = {"prompt": prompt, "answer": answer, "finished": "stop", "model": model, "sampling": {"temperature": 0.0}}
+    path.write_text(json.dumps(line) + "\n")
+    return path
+
+
+@pytest.fixture
+def files(tmp_path, tiny_source, tiny_converted):
+    """A file of each kind, as the verbs write them."""
+    quick = ("--device", "cpu", "--json")
+    sizes = ("--text", "builtin:prose", "--lengths", "16,32", "--max-tokens", 64, "--kv-bits", "4")
+    assert run("eval", "quality", tiny_source, tiny_converted, *sizes, *quick, tmp_path / "q.json") == 0
+    sizes = ("--level", "op", "step", "e2e", "--batch-sizes", "1,2", "--seqlens", "8", "--min-run-time", "0.001")
+    sizes += ("--new-tokens", 2)
+    assert run("eval", "latency", tiny_source, tiny_converted, *sizes, *quick, tmp_path / "l.json") == 0
+    rows = [{"tokens_per_second": 9.5, "answers": 1}]
+    write_json(tmp_path / "g.json", kind="generate", rows=rows, model="source", sampling={}, environment=None)
+    rows = [{"task": "arc", "metric": "acc", "source": 0.5, "converted": 0.4, "recovery": 0.8}]
+    write_json(tmp_path / "t.json", kind="tasks", rows=rows, source="a", converted="b")
+    answers = [_answers(tmp_path / "s.jsonl", "source", "yes\x04"), _answers(tmp_path / "c.jsonl", "converted", "no")]
+    return [tiny_converted, *(tmp_path / f"{name}.json" for name in "qlgt"), *answers]
+
+
+def test_page_shows_every_kind_of_measurement(files, tmp_path):
+    page = Page(write_page(files, tmp_path / "new" / "report.html"))
+    assert page.texts["h2"] == [
+        "Loss by length and text", "Loss by position", "Loss at equal bytes", "Latency and speed-up", "Loss by layer",
+        "Tasks", "Sample answers", "Provenance", "Commands",
+    ]  # fmt: skip
+    assert page.open == [] and page.texts["h1"] == ["source → converted"]
+    quality = json.loads(files[1].read_text())
+    cells = page.texts["td"]
+    for row in quality["rows"]:
+        assert mha2mla.eval.report.format_value(row["perplexity_ratio"]) in cells
+    assert {"KV 4 bits, keys by channel", "yes\ufffd", "no", "Say <b>|</b>"} <= set(cells)
+    shown = "\n".join(page.texts["pre"])
+    assert "mha2mla eval quality" in shown and "--kv-bits 4" in shown and "--batch-sizes 1,2 --seqlens 8" in shown
+
+
+def test_page_has_a_table_for_every_plot(files, tmp_path):
+    page = Page(write_page(files, tmp_path / "report.html"))
+    beside = page.text.split('<div class="beside')[1:]
+    assert page.counts["figure"] == len(beside) == 7
+    assert all("<table" in part.partition("</section>")[0] for part in beside)
+
+
+def test_page_asks_for_nothing_outside(files, tmp_path):
+    page = Page(write_page(files, tmp_path / "report.html"))
+    assert all(link.startswith(("#", "data:,")) for link in page.links)
+    assert "script" not in page.counts and "@import" not in page.text and "url(http" not in page.text
+    assert "prefers-color-scheme: dark" in page.text
+
+
+def test_folder_brings_the_reports_beside_its_weights(tiny_source, tmp_path):
+    folder = tmp_path / "made"
+    folder.mkdir()
+    write_json(folder / "quality.json", kind="quality", rows=[_loss()], source="a", converted="b", dtype="float32")
+    (folder / "config.json").write_text("{}")
+    text = write_page([folder, folder / "quality.json"], folder / "report.md").read_text()
+    assert text.startswith("<!-- mha2mla report/1 -->\n\n# a → b\n") and text.count("| quality.json |") == 1
+
+
+def _loss(**others):
+    return {"text": "prose", "seqlen": 512, "perplexity_ratio": 1.25, "perplexity_source": 8.0, **others}
+
+
+def test_markdown_has_tables_and_shows_text_as_it_is(files, tmp_path):
+    text = write_page(files, tmp_path / "report.md").read_text()
+    assert "## Loss by length and text" in text and "<svg" not in text
+    assert "| Say &lt;b&gt;\\|&lt;/b&gt; | yes\ufffd | no |" in text
+
+
+def test_page_without_a_plot_needs_no_matplotlib(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(mha2mla.plotting.importlib.util, "find_spec", lambda name: None)
+    write_page(files, tmp_path / "report.md")
+    with pytest.raises(ImportError, match="a plot needs matplotlib"):
+        write_page(files, tmp_path / "report.html")
+
+
+def test_records_from_before_quantised_caches_are_shown(tmp_path):
+    path = write_json(tmp_path / "q.json", kind="quality", rows=[_loss()], source="a", converted="b", dtype="float32")
+    assert "1.250" in Page(write_page([path], tmp_path / "report.html")).texts["td"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            '{"kind": "environment", "rows": []}',
+            "is of kind 'environment'; expected one of conversion, quality, latency",
+        ),
+        ('{"kind": "conversion", "rows": [{"name": "0.5"}]}', "has no rows of layers"),
+        ('{"kind": "quality", "rows": [{}]}', "cannot be reported: KeyError"),
+        ("[1, 2]", "is not a JSON object"),
+        ("notes", "is not JSON"),
+    ],
+)
+def test_other_files_are_refused(content, message, tmp_path, capsys):
+    (tmp_path / "r.json").write_text(content)
+    assert run("report", tmp_path / "r.json", "-o", tmp_path / "report.html") == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "report.html").exists()
+
+
+def test_empty_folder_and_no_input_are_refused(tmp_path, capsys):
+    assert run("report", tmp_path, "-o", tmp_path / "report.md") == 2
+    assert "has none of conversion.json, quality.json" in capsys.readouterr().err
+    assert run("report", "-o", tmp_path / "report.md") == 2
+    assert "FOLDER|JSON is not given" in capsys.readouterr().err
