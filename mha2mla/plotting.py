@@ -307,9 +307,9 @@ def _set_scale(axes: Any, axis: str, scale: str, values: Sequence[float]) -> Non
         scale = "log2" if max(values) > _RATIO_IS_LOG and min(values) > 0 else "near one"
     part = getattr(axes, f"{axis}axis")
     if scale == "log2":
-        # Times and sizes get whole powers of two; lengths keep the range that was measured.
+        # Times and sizes get whole powers of two; lengths, whose labels are wider, keep the range that was measured.
         low, high = min(values), max(values)
-        ticks = powers_of_two(low, high)
+        ticks = powers_of_two(low, high, 7 if axis == "y" else 3)
         if axis == "y":
             low, high = ticks[0], next(tick for tick in ticks[1:] if tick >= high)
         low, high = low / 1.12, max(high, low * 1.5) * 1.12

@@ -215,7 +215,7 @@ def _facts(evidence: Evidence) -> list[tuple[str, str]]:
     for name, rows in evidence.losses.items():
         losses = plots.worst_losses(rows)
         for length in dict.fromkeys(list(losses)[:1] + list(losses)[-1:]):
-            found.append((f"{losses[length]:.4g} ×", f"perplexity of {name}, windows of {length:,} tokens, worst text"))
+            found.append((f"{losses[length]:.3f} ×", f"perplexity of {name}, windows of {length:,} tokens, worst text"))
     for report in evidence.reports["latency"]:
         for op in ("decode step", "generate"):
             ups = [line for line in plots.latencies(report["rows"], op)[1] if "speed_up" in line]
