@@ -131,7 +131,7 @@ class LatentImpl(AttentionImplBase[LatentMetadata]):
 
     def __init__(self, layer: MLAParallelAttention, warm_up_length: int | None) -> None:
         self._warm_up_length = warm_up_length  # of the longest sequence; None where there is nothing to warm up
-        geometry = layer.shard.geometry
+        geometry = layer.constants.geometry
         self.num_heads, self.head_size = geometry.num_attention_heads, geometry.cache_numel_per_token
         self.num_kv_heads, self.scale = 1, layer.constants.softmax_scale
         self.backend = ATTENTION_BACKENDS.get(SERVED_BY)
@@ -153,7 +153,7 @@ class LatentImpl(AttentionImplBase[LatentMetadata]):
         Args:
             query: [N, H, d_n + d_r], before RoPE.
             key: [N, d_c], latents.
-            value: [N, G, d_r] rotary keys before RoPE; anything where they are computed from the latent.
+            value: [N, G, d_r] rotary keys before RoPE; anything where the cache has none.
             kv_cache: [P, page, row].
             attn_metadata: None while vLLM measures memory, with the largest step's tokens: the first of layers that are
                 alike warms up then, once, and the output is zero.
@@ -171,7 +171,7 @@ class LatentImpl(AttentionImplBase[LatentMetadata]):
 
     @staticmethod
     def _tensors(layer: MLAParallelAttention, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Tensor | None]:
-        geometry = layer.shard.geometry
+        geometry = layer.constants.geometry
         q_nope, q_pe = query.split((geometry.qk_nope_head_dim, geometry.qk_rope_head_dim), dim=-1)
         tensors = {
             "q_nope": q_nope,
@@ -211,13 +211,14 @@ class MLAParallelAttention(nn.Module, AttentionLayerBase):
         super().__init__()
         rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         self.shard = shard = HeadShard.of(config.layer_geometry(layer_idx), rank, size)
-        self.constants = replace(config.attention_constants()[layer_idx], geometry=shard.geometry)
+        cached_geometry = HeadShard.of(config.cached_geometry(layer_idx), rank, size).geometry
+        self.constants = replace(config.attention_constants()[layer_idx], geometry=cached_geometry)
         self.layer_name, self.num_heads = prefix, shard.geometry.num_attention_heads
         self.kv_cache = torch.tensor([])
         context = vllm_config.compilation_config.static_forward_context
         alike = any(getattr(other, "constants", None) == self.constants for other in context.values())
         self.impl = LatentImpl(self, None if alike else vllm_config.model_config.max_model_len)
-        _check_served(self.impl, shard.geometry, vllm_config)
+        _check_served(self.impl, cached_geometry, vllm_config)
 
         geometry, whole, heads = shard.geometry, shard.whole, shard.whole.num_attention_heads
         query_dim = geometry.qk_nope_head_dim + geometry.qk_rope_head_dim
@@ -275,7 +276,11 @@ class MLAParallelAttention(nn.Module, AttentionLayerBase):
         latent, k_pe = encoded.split((geometry.kv_lora_rank, geometry.rope_width), dim=-1)
         if self.qk_norm:
             latent = latent + self.v_a_proj(hidden_states)[0]
-        value = k_pe.unflatten(-1, (geometry.num_rope_heads, -1)) if geometry.has_rope_cache else latent
+        value = latent
+        if geometry.has_rope_cache:
+            value = k_pe.unflatten(-1, (geometry.num_rope_heads, -1))
+        elif self.constants.geometry.has_rope_cache:
+            value = self.k_rope_proj(latent)[0][:, None]
         output = query.new_empty(query.shape[0], self.num_heads, geometry.v_head_dim)
         torch.ops.vllm.unified_attention_with_output(query, latent, value, output, _encode_layer_name(self.layer_name))
         return self.o_proj(output.flatten(1))[0]
@@ -289,7 +294,7 @@ class MLAParallelAttention(nn.Module, AttentionLayerBase):
         return FullAttentionSpec(
             block_size=vllm_config.cache_config.block_size,
             num_kv_heads=1,
-            head_size=self.shard.geometry.cache_numel_per_token,
+            head_size=self.constants.geometry.cache_numel_per_token,
             head_size_v=0,
             dtype=vllm_config.model_config.dtype,
         )

@@ -101,6 +101,9 @@ class Engine:
 
     def attention(self, index: int, attention: MLAAttention, hidden, step):
         q_nope, q_pe, latent, k_pe = attention._encoded(hidden[None])
+        computes_keys = self.constants[index].geometry.rope_from_latent
+        if k_pe is None and not computes_keys:
+            k_pe = attention.k_rope_proj(latent)[:, :, None]
         tensors = {
             "q_nope": q_nope[0],
             "q_pe": q_pe[0],
@@ -110,14 +113,16 @@ class Engine:
             "v_up": attention.v_b_proj,
             "inv_freq": attention.inv_freq,
         }
-        if self.config.rope_from_latent:
+        if computes_keys:
             tensors["rope_weight"], tensors["rope_bias"] = attention.k_rope_proj.weight, attention.k_rope_proj.bias
         out = self.steps[index].run(step, self.constants[index], tensors, self.rows[index])
         return attention.o_proj(out.flatten(1))
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", ["per-group", "no nope", "per layer", "sliding", "latent", "latent qk-norm"])
+@pytest.mark.parametrize(
+    "case", ["per-group", "no nope", "per layer", "sliding", "latent", "latent qk-norm", "kept no nope"]
+)
 def test_prompts_chunks_and_steps_equal_the_forward(case):
     assert case in GEOMETRIES
     torch.manual_seed(0)
@@ -191,7 +196,7 @@ def test_warm_up_batches_need_every_kernel():
         assert sum(warm_up_batches(most, longest)[-1][0]) == most
 
 
-@pytest.mark.parametrize("case", ["per-group", "latent"])
+@pytest.mark.parametrize("case", ["per-group", "latent", "kept qk-norm"])
 def test_warm_up_runs_both_forms(case):
     (layer, *_), tokens = mla_model(case).config.attention_constants(), 40
     geometry, ran = layer.geometry, []

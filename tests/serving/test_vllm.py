@@ -40,6 +40,8 @@ MODELS = {
     "per layer": lambda: mla_model("per layer"),
     "latent per layer": lambda: mla_model("latent per layer"),
     "latent qk-norm": lambda: mla_model("latent qk-norm"),
+    "kept per layer": lambda: mla_model("kept per layer"),
+    "kept qk-norm": lambda: mla_model("kept qk-norm"),
     "sliding": lambda: mla_model("sliding"),
     "maps per query head": lambda: mla_model("maps per query head"),
     "olmo2": lambda: full_rank(source_model("olmo2")),
@@ -104,7 +106,7 @@ class Engine:
             self.groups, _, sizes = attn_utils.init_attn_backend(self.cache, config, device)
             attn_utils.init_kv_cache([], context, self.cache, self.groups, device, "auto", sizes, config)
             for layer, name in enumerate(self.specs):
-                width = HeadShard.of(model.config.layer_geometry(layer), rank, size).geometry.cache_numel_per_token
+                width = HeadShard.of(model.config.cached_geometry(layer), rank, size).geometry.cache_numel_per_token
                 assert tuple(context[name].kv_cache.shape[1:]) == (PAGE, width)
 
     @torch.no_grad()
@@ -196,6 +198,7 @@ def steps_on_a_cpu(name: str, folder: str, rank: int, size: int) -> None:
         ("per-group", 2),
         ("latent per layer", 2),
         ("latent qk-norm", 2),
+        ("kept qk-norm", 2),
         ("qwen3-moe", 2),
     ],
 )

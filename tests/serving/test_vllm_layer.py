@@ -1,0 +1,100 @@
+"""One attention layer of the plug-in where vLLM is not installed: its own code, over stand-ins of vLLM's classes."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+ROOT = Path(__file__).parents[2]
+CASES = ("per-group", "latent per layer", "latent qk-norm", "kept per layer", "kept qk-norm", "kept no nope")
+CODE = "import sys; from tests.serving.test_vllm_layer import main; main(sys.argv[1])"
+PAGE = 64
+
+
+class Linear(nn.Linear):
+    """vLLM's, on one rank: it returns the product, and None for a bias that is added elsewhere."""
+
+    def __init__(self, size: int, out: int, bias: bool, prefix: str) -> None:
+        super().__init__(size, out, bias=bias)
+
+    def forward(self, x):
+        return super().forward(x), None
+
+
+def stand_in() -> dict[str, type]:
+    """Modules by the names that ``vllm_attention`` imports."""
+    bare = (
+        "AttentionBackend", "AttentionCGSupport", "AttentionImplBase", "AttentionLayerBase", "AttentionMetadata",
+        "AttentionMetadataBuilder", "AttentionSpec", "CommonAttentionMetadata", "VllmConfig",
+    )  # fmt: skip
+    own = {"UNIFORM_BATCH": 0, "__class_getitem__": classmethod(lambda cls, of: cls)}
+    found = {name: type(name, (), own) for name in bare}
+    found |= dict.fromkeys(("ColumnParallelLinear", "ReplicatedLinear", "RowParallelLinear"), Linear)
+    found |= {"FullAttentionSpec": SimpleNamespace, "_encode_layer_name": str}
+    found |= {"get_tensor_model_parallel_rank": lambda: 0, "get_tensor_model_parallel_world_size": lambda: 1}
+    for name in (
+        "vllm", "vllm.config", "vllm.distributed", "vllm.model_executor", "vllm.model_executor.layers",
+        "vllm.model_executor.layers.attention_layer_base", "vllm.model_executor.layers.linear", "vllm.utils",
+        "vllm.utils.torch_utils", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backend",
+        "vllm.v1.kv_cache_interface",
+    ):  # fmt: skip
+        sys.modules[name] = ModuleType(name)
+        vars(sys.modules[name]).update(found)
+    return found
+
+
+@torch.no_grad()
+def main(case: str) -> None:
+    stand_in()
+    import mha2mla.serving.vllm_attention as attention
+    from mha2mla.serving.paged_step import EngineSteps
+    from tests.modeling.models import TOLERANCE, mla_model, relative_error
+
+    attention.SERVED_BY = "mla_reference"
+    torch.manual_seed(0)
+    model, layers, metadata = mla_model(case), {}, []
+    engine = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+        model_config=SimpleNamespace(dtype=torch.float32, max_model_len=100),
+        cache_config=SimpleNamespace(cache_dtype="auto", block_size=PAGE),
+    )
+    library = torch.library.Library("vllm", "DEF")
+    library.define("unified_attention_with_output(Tensor q, Tensor k, Tensor v, Tensor(a!) out, str name) -> ()")
+
+    def attend(q, k, v, out, name):
+        layers[name].impl.forward(layers[name], q, k, v, layers[name].kv_cache, metadata[-1], out)
+
+    library.impl("unified_attention_with_output", attend, "CPU")
+    for index in range(2):
+        ours = model.model.layers[index].self_attn
+        layer = attention.MLAParallelAttention(model.config, index, LlamaRMSNorm, engine, f"layer.{index}")
+        layer.load_state_dict(ours.state_dict())
+        width = layer.get_kv_cache_spec(engine).head_size
+        assert width == layer.impl.head_size == model.config.cached_geometry(index).cache_numel_per_token
+        hidden, out = torch.randn(1, 30, 48), []
+        metadata.append(None)
+        assert torch.equal(layer(hidden[0]), ours.o_proj.bias.expand(30, -1))  # zeros, while memory is measured
+        layer.kv_cache = torch.full(attention.LatentBackend.get_kv_cache_shape(3, PAGE, 1, width), torch.nan)
+        layer.kv_cache[2] = 0
+        steps = EngineSteps([layer.constants], layer.impl.backend, torch.float32, 64, torch.device("cpu"))
+        for start, stop in ((0, 12), (12, 13), (13, 14), (14, 30)):
+            places, table = torch.arange(start, stop), torch.tensor([[2]], dtype=torch.int32)
+            seqlens = torch.tensor([stop], dtype=torch.int32)
+            step = steps.step(layer.kv_cache, [stop - start], [stop], places, 2 * PAGE + places, table, seqlens)
+            metadata.append(attention.LatentMetadata(step, steps))
+            out.append(layer(hidden[0, start:stop]))
+        mask = torch.full((30, 30), -torch.inf).triu(1)[None, None]
+        expected = ours(hidden, attention_mask=mask, position_ids=torch.arange(30)[None])[0][0]
+        assert relative_error(torch.cat(out), expected) < TOLERANCE, (case, index)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_vllm_layer_gives_the_layers_output(case):
+    """In a process of its own, since the stand-ins would hide vLLM from other tests."""
+    done = subprocess.run([sys.executable, "-c", CODE, case], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
