@@ -224,7 +224,7 @@ def _size(model: torch.nn.Module) -> dict[str, Any]:
     row = {"cache_bytes_per_token": cache_bytes_per_token(config, torch.bfloat16.itemsize)}
     if config.model_type != "mha2mla":
         return row | {"geometry": f"H={config.num_attention_heads} h_kv={config.num_key_value_heads}"}
-    geometries = Counter(config.layer_geometry(layer) for layer in range(config.num_hidden_layers))
+    geometries = Counter(config.cached_geometry(layer) for layer in range(config.num_hidden_layers))
     usual = geometries.most_common(1)[0][0]
     others = f" (+{len(geometries) - 1} more)" if len(geometries) > 1 else ""
     rope = "" if usual.has_rope_cache else " from it"

@@ -158,6 +158,7 @@ def eval_latency(
     page_size: int = 64,
     layer: int = 0,
     backend: Literal["tilelang", "reference"] | None = None,
+    rotary_key_cache: Literal["none", "bfloat16", "auto"] | None = None,
     min_run_time: float = 0.5,
     json: Json = None,
 ) -> int:
@@ -191,12 +192,15 @@ def eval_latency(
         page_size: tokens per page in the attention op.
         layer: whose geometry the attention op has.
         backend: of the decode op; by default it chooses itself.
+        rotary_key_cache: of the converted model in layout latent: keys computed from latents whenever they are read
+            (none), kept beside them (bfloat16), or by the rule of the model's config (auto); default its config's.
         min_run_time: seconds of measurement per row.
     """
     record = report_file(json, "latency", source, converted)
     target = {"layout": layout, "cache_ratio": cache_ratio}
     target |= {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim}
     asked = {"level": level, "batch_sizes": batch_sizes, "seqlens": seqlens, "backend": backend}
+    asked["rotary_key_cache"] = rotary_key_cache
     _check_models(source, converted, random_weights, preset, target | {"layers": layers}, asked)
     if source is not None:
         find_checkpoint(source, "source")

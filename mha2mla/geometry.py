@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 
 LATENT_BITS = (16, 8, 4, 3)
 LATENT_GROUPS = (32, 64)
@@ -85,6 +85,11 @@ class MLAGeometry:
     def has_rope_cache(self) -> bool:
         """Rotary keys are cached, beside the latent; False where they are computed from it."""
         return not self.rope_from_latent
+
+    @property
+    def with_stored_keys(self) -> MLAGeometry:
+        """The layer over a cache that keeps its rotary keys beside the latent."""
+        return replace(self, rope_from_latent=False)
 
     @property
     def rope_width(self) -> int:

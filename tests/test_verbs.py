@@ -94,6 +94,18 @@ def test_latency_of_random_weights_needs_no_checkpoint(tmp_path, capsys):
     assert "plan µs" not in table, "columns that no row has are left out"
 
 
+def test_latency_counts_kept_rotary_keys(tmp_path):
+    """Of the op and of a step; of this shape as wide as the latent."""
+    report = tmp_path / "latency.json"
+    quick = ("--batch-sizes", "2", "--seqlens", "8", "--min-run-time", 0.002, "--device", "cpu", "--layers", "1")
+    for mode, width in (("none", 32), ("bfloat16", 64)):
+        command = ("eval", "latency", "--random-weights", "tiny", *quick, "--rotary-key-cache", mode)
+        assert run(*command, "--json", report) == 0
+        rows = [row for row in json.loads(report.read_text())["rows"] if row["status"] == "ok"]
+        ours = [row["cache_bytes"] for row in rows if row["implementation"] in ("converted", "mla_decode (reference)")]
+        assert ours == [2 * 8 * width * 4] * 2
+
+
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("wrong: relative error 1e-2", 1)])
 def test_a_wrong_demo_row_is_exit_code_1(status, code, monkeypatch):
     monkeypatch.setattr("mha2mla.demo.run_demo", lambda *_, **__: [{"status": "ok"}, {"status": status}])

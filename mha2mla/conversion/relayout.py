@@ -40,9 +40,8 @@ def latent_config(config: MHA2MLAConfig) -> MHA2MLAConfig:
     values = {name: [getattr(each, name) for each in geometries] for name in _PER_LAYER}
     values = {name: each[0] if len(set(each)) == 1 else each for name, each in values.items()}
     kept = {name: value for name, value in config.to_dict().items() if name != "model_type"}
-    return type(config)(
-        **{**kept, **values, "rope_from_latent": True, "schema_version": SCHEMA_VERSION, "attention_backend": None}
-    )
+    run_time = {"attention_backend": None, "rotary_key_cache": "none"}
+    return type(config)(**{**kept, **values, **run_time, "rope_from_latent": True, "schema_version": SCHEMA_VERSION})
 
 
 def latent_tensors(geometry: MLAGeometry, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -151,6 +151,7 @@ def inspect_checkpoint(
         "cache bytes per token": after,
         "cache bytes per token of the source": before,
         "reduction": f"{1 - after / before:.1%}",
+        "cache ratio": _cache_ratio(config),
         "parameters": parameters,
         "parameters of the source": before_parameters,
         "growth": f"{parameters / before_parameters - 1:+.1%}",
@@ -222,6 +223,17 @@ def _calibrated_length(config: MHA2MLAConfig, record: dict[str, Any]) -> str:
     return "any that the source takes" if "calibrated_length" in record else "not recorded"
 
 
+def _cache_ratio(config: MHA2MLAConfig) -> str:
+    """Numbers cached per token over the source's, and with rotary keys kept, where these can be computed instead."""
+    layers = [config.layer_geometry(index) for index in range(config.num_hidden_layers)]
+    before = sum(layer.source_cache_numel_per_token for layer in layers)
+    alone, kept = (
+        sum(layer.cache_numel_per_token for layer in each) / before
+        for each in (layers, [layer.with_stored_keys for layer in layers])
+    )
+    return f"{alone:.2f}" + ("" if config.has_rope_cache else f", {kept:.2f} with rotary keys kept")
+
+
 def _geometries(config: MHA2MLAConfig, dtype: torch.dtype) -> list[dict[str, Any]]:
     from mha2mla.modeling import what_serves
 
@@ -233,13 +245,14 @@ def _geometries(config: MHA2MLAConfig, dtype: torch.dtype) -> list[dict[str, Any
         if geometry == previous:
             rows[-1]["layers"] = f"{rows[-1]['layers'].partition('–')[0]}–{index}"
             continue
-        previous = geometry
+        previous, cached = geometry, config.cached_geometry(index)
+        keys = ("kept beside the latent" if cached.has_rope_cache else "from the latent", "cached")
         rows.append(
             {
                 "layers": str(index),
                 **geometry.to_dict(),
-                "rotary_keys": "cached" if geometry.has_rope_cache else "from the latent",
-                "bytes_per_token_and_layer": geometry.cache_bytes_per_token(dtype.itemsize),
+                "rotary_keys": keys[geometry.has_rope_cache],
+                "bytes_per_token_and_layer": cached.cache_bytes_per_token(dtype.itemsize),
                 "decode_on_cuda": str(serving[index]),
                 "no_kernel_because": serving[index].why or None,
             }

@@ -64,6 +64,7 @@ def model_latency(
     page_size: int = 64,
     layer: int = 0,
     backend: Literal["tilelang", "reference"] | None = None,
+    rotary_key_cache: str | None = None,
     min_run_time: float = 0.5,
     progress: bool = False,
     save: Callable[[list[dict[str, Any]]], None] | None = None,
@@ -79,6 +80,7 @@ def model_latency(
         dtype: what to compute in; default bfloat16 on CUDA, float32 on a CPU. Loaded models keep theirs.
         layer: whose geometry the attention op has.
         backend: of the decode op, in all measurements; ``None`` lets it choose.
+        rotary_key_cache: of the converted model, in all measurements; ``None``: what its config says.
         batch_sizes: sequences per call; default 1, 8 and on CUDA 64 and 256 too, of which those are taken that fit
             beside the converted model's weights at the longest of ``seqlens``.
         seqlens, page_size, min_run_time: as in :func:`attention_latency` and :func:`model_rows`.
@@ -108,6 +110,8 @@ def model_latency(
     def make_converted() -> nn.Module:
         model = load_model(converted, "converted", device=device, dtype=dtype)
         model.config.attention_backend = OF_OPS[backend]
+        if rotary_key_cache is not None:
+            model.config.rotary_key_cache = rotary_key_cache
         return model
 
     found = unless_out_of_memory(lambda: {"model": make_converted()})
@@ -124,7 +128,7 @@ def model_latency(
     parts: list[Iterator[dict[str, Any]]] = []
     if "op" in levels:
         op = partial(
-            attention_latency, config.layer_geometry(layer), check=check, dtype=dtype, device=device,
+            attention_latency, config.cached_geometry(layer), check=check, dtype=dtype, device=device,
             page_size=page_size, softmax_scale=config.softmax_scale, backend=backend, min_run_time=min_run_time,
         )  # fmt: skip
         shapes = product(batch_sizes, seqlens)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-from dataclasses import replace
 from operator import mul
 from pathlib import Path
 from typing import Any
@@ -63,7 +62,7 @@ class MHA2MLAConfig(configuration_mha2mla.MHA2MLAConfig):
     def cached_geometry(self, layer_idx: int) -> MLAGeometry:
         """Shape of layer ``layer_idx`` as the package's caches hold it: one stored rotary key where these are kept."""
         geometry = self.layer_geometry(layer_idx)
-        return replace(geometry, rope_from_latent=False) if keeps_rotary_keys(self) else geometry
+        return geometry.with_stored_keys if keeps_rotary_keys(self) else geometry
 
     def with_options(self, **options: Any) -> MHA2MLAConfig:
         """A copy with the ``options`` that are not None; itself where all are None."""

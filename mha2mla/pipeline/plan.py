@@ -55,6 +55,7 @@ CAPACITY_COLUMNS = {
     "d_r": "d_r",
     "bytes_per_token": "cache, B/token",
     "bytes_per_token_8_bit": "with 8-bit latent",
+    "bytes_per_token_kept": "with rotary keys kept",
     "weights_gb": "weights, GB",
     "largest_batch": "largest batch",
     "largest_context": "largest context, batch 1",
@@ -201,6 +202,8 @@ def _converted_row(
     row |= _capacity(after, machine, context, is_served=kernel not in (None, PORTABLE))
     codes = fp8_layout(geometry, PAGE_SIZE).bytes_per_token * spec.num_layers
     row |= {"bytes_per_token_8_bit": codes if eight_bits else None}
+    if geometry.rope_from_latent:
+        row["bytes_per_token_kept"] = geometry.with_stored_keys.cache_bytes_per_token(ITEMSIZE) * spec.num_layers
     row |= {"preset": recipe.preset, "growth": 100 * (after.parameters / before.parameters - 1), **cost}
     # Two streams of activations in float32, and the checkpoint with its finished layers, which a resume would read.
     streams = 2 * 4 * recipe.calibration.tokens * spec.hidden_size

@@ -45,6 +45,8 @@ class ConversionReport:
         source_name: what the caller called the source, a hub id or a folder's last part.
         geometry: of every layer; but for the rank, where ``layers`` says so.
         cache_numel_per_token, source_cache_numel_per_token: numbers cached per token, all layers.
+        rotary_numel_per_token: numbers per token, all layers, that a cache adds which keeps rotary keys
+            (``rotary_key_cache``); 0 where the layout caches them.
         recipe: every key of it.
         searches: what the conversion chose by itself, and what each choice would have lost.
         preset: which one, why, and the keys that were changed from it.
@@ -74,6 +76,7 @@ class ConversionReport:
     geometry: MLAGeometry
     cache_numel_per_token: int
     source_cache_numel_per_token: int
+    rotary_numel_per_token: int
     recipe: dict[str, Any]
     preset: str
     better: str
@@ -107,6 +110,11 @@ class ConversionReport:
         return self.cache_numel_per_token / self.source_cache_numel_per_token
 
     @property
+    def kept_cache_ratio(self) -> float:
+        """:attr:`cache_ratio` with rotary keys kept."""
+        return (self.cache_numel_per_token + self.rotary_numel_per_token) / self.source_cache_numel_per_token
+
+    @property
     def weight_growth(self) -> float:
         """Parameters relative to the source's (1.00 = as many)."""
         return self.parameters / self.source_parameters
@@ -119,7 +127,8 @@ class ConversionReport:
         )
         values = {**vars(self), "geometry": self.geometry.to_dict(), "layers": list(self.layers)}
         values |= {"parity": parity, "long_parity": long_parity}
-        return {**values, "cache_ratio": self.cache_ratio, "weight_growth": self.weight_growth}
+        ratios = {"cache_ratio": self.cache_ratio, "kept_cache_ratio": self.kept_cache_ratio}
+        return {**values, **ratios, "weight_growth": self.weight_growth}
 
     def lines(self) -> dict[str, str]:
         """Summary at the end: perplexity, cache, weights, destination, how to load it, what loses less."""
@@ -128,13 +137,14 @@ class ConversionReport:
         if long_parity is not None:
             ratio += f", {long_parity.perplexity_ratio:.4f} x in one of {self.long_evaluation_length:,}"
         cached, before = 2 * self.cache_numel_per_token, 2 * self.source_cache_numel_per_token
+        kept = f" ({self.kept_cache_ratio:.4f} with rotary keys kept)" if self.rotary_numel_per_token else ""
         ranks = {layer["kv_lora_rank"] for layer in self.layers}
         by_layer = f" with ranks {min(ranks)} to {max(ranks)} by layer" if len(ranks) > 1 else ""
         fallbacks = [f"layer {row['layer']}: {row['fallback']}" for row in self.layers if row.get("fallback")]
         return {
             "perplexity": f"{ratio}; KL {parity.kl:.3g}, top-1 agreement {parity.top1_agreement:.4f}",
-            "cache": f"{self.cache_ratio:.4f} of the source's, {cached:,} bytes of {before:,} per token in bfloat16"
-            f" ({self.geometry}{by_layer}); {self.decode_backend}",
+            "cache": f"{self.cache_ratio:.4f} of the source's{kept}, {cached:,} bytes of {before:,} per token in"
+            f" bfloat16 ({self.geometry}{by_layer}); {self.decode_backend}",
             "weights": f"{self.weight_growth:.4f} x the source's parameters, {self.parameters:,} after"
             f" {self.source_parameters:,}; {self.weight_bytes:,} bytes after {self.source_weight_bytes:,}",
             "written to": f"{self.destination} in {self.seconds['total']:.0f} s, peak memory"
@@ -192,6 +202,7 @@ def make_report(
         recipe=config.recipe,
         calibrated_length=config.calibrated_length,
         device=str(source.device),
+        rotary_numel_per_token=sum(each.qk_rope_head_dim for each in geometries if each.rope_from_latent),
         evaluation_text=text.text,
         evaluation_length=text.tokens.shape[1],
         compute_dtype=str(arguments.compute_dtype).removeprefix("torch."),

@@ -37,7 +37,7 @@ def test_as_many_numbers_are_cached():
 @torch.no_grad()
 def test_the_logits_are_the_same(case):
     """Frequencies of zero have no factor, whichever head they are of."""
-    model = models.mla_model(case, rope_attention_scaling=1.3)
+    model = models.mla_model(case, rope_attention_scaling=1.3, rotary_key_cache="auto")
     for layer in model.model.layers:
         layer.self_attn.inv_freq.mul_(torch.linspace(0.5, 2, layer.self_attn.inv_freq.shape[0])[:, None])
         layer.self_attn.inv_freq[-1, -1] = 0

@@ -127,15 +127,16 @@ def test_decode_step_rows(tiny_source, tiny_converted):
     assert models["converted"].config.attention_backend is None, "the check leaves the backend as it was"
 
 
-@pytest.mark.parametrize("layout", ["per-group", "latent"])
+@pytest.mark.parametrize("layout", ["per-group", "latent", "latent, keys kept"])
 @pytest.mark.parametrize("backend", [None, "mla_fp8_reference"])
 def test_cached_bytes_count_codes_scales_and_rotary_keys(layout, backend, tiny_converted, tmp_path):
     """A latent of 8 bits is d_c bytes and a float32 scale."""
     folder = tiny_converted
-    if layout == "latent":
+    if layout != "per-group":
         folder = tmp_path / "latent"
         tiny.convert(tiny_converted, folder, {"layout": "latent"})
     model = MHA2MLAForCausalLM.from_pretrained(folder, attention_backend=backend)
+    model.config.rotary_key_cache = "bfloat16" if layout.endswith("kept") else "none"
     (row,) = decode_step_latency({"converted": model}, batch_sizes=(2,), seqlens=(40,), **QUICK)
     geometries = [model.config.layer_geometry(layer) for layer in range(2)]
     rotary = sum(0 if layout == "latent" else 4 * each.num_rope_heads * each.qk_rope_head_dim for each in geometries)

@@ -183,6 +183,11 @@ class MachineOfLatentsAlone(LatentCacheMachine):
     case = "latent per layer"
 
 
+class MachineOfKeptKeys(LatentCacheMachine):
+    case = "kept per layer"
+
+
 TestLatentCacheMachine, TestMachineOfLatentsAlone = LatentCacheMachine.TestCase, MachineOfLatentsAlone.TestCase
+TestMachineOfKeptKeys = MachineOfKeptKeys.TestCase
 TestLatentCacheMachine.settings = settings(max_examples=15, stateful_step_count=12, deadline=None)
-TestMachineOfLatentsAlone.settings = TestLatentCacheMachine.settings
+TestMachineOfLatentsAlone.settings = TestMachineOfKeptKeys.settings = TestLatentCacheMachine.settings

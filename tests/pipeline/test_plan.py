@@ -52,7 +52,14 @@ def test_plan_has_the_geometry_that_convert_writes(tiny_source, tiny_converted):
         geometry.kv_lora_rank, geometry.num_rope_heads, geometry.qk_rope_head_dim
     )  # fmt: skip
     assert row["bytes_per_token"] == config.cache_bytes_per_token(2)
+    assert "bytes_per_token_kept" not in row
     assert source["bytes_per_token"] == config.source_cache_bytes_per_token(2)
+
+
+def test_plan_says_what_kept_rotary_keys_cost():
+    row = plan("qwen2.5-7b", gpu="h200-141gb", cache_ratios=(0.5,)).rows[1]
+    assert (row["d_c"], row["d_r"], row["bytes_per_token"]) == (512, 128, 28 * 2 * 512)
+    assert row["bytes_per_token_kept"] == 28 * 2 * (512 + 128)
 
 
 def test_plan_reads_nothing_but_the_config(tiny_source, tmp_path):

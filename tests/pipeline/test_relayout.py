@@ -20,7 +20,7 @@ from mha2mla.pipeline.verify import ParityError
 from tests.conversion import tiny
 from tests.conversion.tiny import SHORT, convert
 from tests.few import each
-from tests.folders import contents, edit_weights, read_json
+from tests.folders import contents, edit_json, edit_weights, read_json
 
 LATENT = {"layout": "latent"}
 CASES = ("llama-biases", "qwen3-biases-yarn", "mistral-sliding", "phi3-partial-longrope", "olmo2-mha-biases", "gemma3")
@@ -75,10 +75,20 @@ def test_ranks_by_layer_shards_records_and_files(converted, tmp_path):
     assert report.cache_numel_per_token == report.source_cache_numel_per_token == 32 + 24
     card = (tmp_path / "out" / "README.md").read_text()
     assert "A `mha2mla` checkpoint (`stored`) moved, exactly, into the layout that caches the latent alone" in card
+    assert "| 56 (1.0000; 1.2857 with rotary keys kept) |" in card and "(1.2857 with rotary keys kept)" in str(report)
     inspected = inspect_checkpoint(tmp_path / "out", "float32")
     assert inspected.summary["cache bytes per token"] == 4 * 56
     assert [row["bytes_per_token_and_layer"] for row in inspected.geometries] == [4 * 32, 4 * 24]
     assert {row["rotary_keys"] for row in inspected.geometries} == {"from the latent"}
+    edit_json(tmp_path / "out" / "config.json", rotary_key_cache="bfloat16")
+    kept = inspect_checkpoint(tmp_path / "out", "float32")
+    assert kept.summary["cache bytes per token"] == 4 * (56 + 2 * 8)
+    assert [row["bytes_per_token_and_layer"] for row in kept.geometries] == [4 * 40, 4 * 32]
+    assert {row["rotary_keys"] for row in kept.geometries} == {"kept beside the latent"}
+    # Of 2 layers, keys and values, 2 kv heads of width 16.
+    assert inspect_checkpoint(converted).summary["cache ratio"] == f"{56 / 128:.2f}"
+    both = f"{56 / 128:.2f}, {72 / 128:.2f} with rotary keys kept"
+    assert kept.summary["cache ratio"] == inspected.summary["cache ratio"] == both
     assert {row["rotary_keys"] for row in inspect_checkpoint(converted).geometries} == {"cached"}
     assert tiny.difference(tmp_path / "out", converted) <= 1e-5
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]

@@ -54,7 +54,7 @@ beside the weights.
 
 | | source | converted |
 |---|---|---|
-| numbers cached per token, all layers | {before:,} | {cached:,} ({cache_ratio:.4f}) |
+| numbers cached per token, all layers | {before:,} | {cached:,} ({cache_ratio:.4f}{kept}) |
 | bytes per token in bfloat16 | {before_bytes:,} | {cached_bytes:,} |
 | parameters | {source_parameters:,} | {parameters:,} ({weight_growth:.4f}) |
 | bytes of weights, as stored | {source_weight_bytes:,} | {weight_bytes:,} |
@@ -143,6 +143,9 @@ def model_card(
             "before": before,
             "cached_bytes": 2 * cached,
             "before_bytes": 2 * before,
+            "kept": f"; {report['kept_cache_ratio']:.4f} with rotary keys kept"
+            if report["rotary_numel_per_token"]
+            else "",
             "length": "as many as the source takes" if length is None else f"up to {length:,}",
             "long_loss": "" if report["long_parity"] is None else _LONG_LOSS.format_map(report),
             "picture": "" if plot is None else f"![relative error by layer]({plot})\n\n",
