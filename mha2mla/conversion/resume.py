@@ -42,6 +42,36 @@ def code_hash() -> str:
     return total.hexdigest()
 
 
+def write_piece(path: Path, header: str, tensors: Mapping[str, torch.Tensor], about: Any = None) -> None:
+    """A file that is on the disk as a whole when it has its name, with a hash of ``header`` and contents.
+
+    Args:
+        about: JSON values that belong to the tensors.
+
+    Raises:
+        DestinationError, OSError: the file system does not take the file.
+    """
+    # safetensors takes no two views of one storage.
+    copies = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
+    text = json.dumps(about)
+    metadata = {"about": text, "sha256": _tensors_hash(f"{header}\0{text}", copies)}
+    atomic_write(path, lambda temporary: save_tensors(copies, temporary, metadata))
+
+
+def read_piece(path: Path, header: str) -> tuple[dict[str, torch.Tensor], Any] | None:
+    """Tensors and values of :func:`write_piece` under the same ``header``; None: no file, or a damaged one."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            # Copies have the allocator's alignment, so that arithmetic on them is that of the run which made them.
+            tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+        if metadata["sha256"] == _tensors_hash(f"{header}\0{metadata['about']}", tensors):
+            return tensors, json.loads(metadata["about"])
+    except (SafetensorError, OSError, KeyError, ValueError):
+        pass
+    return None
+
+
 class WorkFolder:
     """Finished pieces of one conversion by name, a file each; a piece is whole and as it was put, or not there.
 
@@ -98,7 +128,7 @@ class WorkFolder:
             return None
         found = self._read(name)
         if found is None:
-            raise ResumeError(f"{self.folder / (name + _SUFFIX)} was damaged during the conversion")
+            raise ResumeError(f"{self._path(name)} was damaged during the conversion")
         return found
 
     def put(self, name: str, tensors: Mapping[str, torch.Tensor], about: Any = None) -> None:
@@ -114,34 +144,24 @@ class WorkFolder:
         if not path.exists():
             self.folder.mkdir(exist_ok=True)
             atomic_write(path, lambda temporary: temporary.write_text(self._text, encoding="utf-8"))
-        # safetensors takes no two views of one storage.
-        copies = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
-        text = json.dumps(about)
-        metadata = {"about": text, "sha256": self._hash(name, text, copies)}
-        atomic_write(self.folder / (name + _SUFFIX), lambda temporary: save_tensors(copies, temporary, metadata))
+        write_piece(self._path(name), self._header(name), tensors, about)
         self._known.add(name)
 
     def discard(self, prefix: str = "") -> None:
         """Removes the pieces whose names begin with ``prefix``."""
         for name in self.names():
             if name.startswith(prefix):
-                (self.folder / (name + _SUFFIX)).unlink(missing_ok=True)
+                self._path(name).unlink(missing_ok=True)
                 self._known.remove(name)
 
-    def _hash(self, name: str, about: str, tensors: Mapping[str, torch.Tensor]) -> str:
-        return _tensors_hash("\0".join((self._text, name, about)), tensors)
+    def _path(self, name: str) -> Path:
+        return self.folder / (name + _SUFFIX)
 
     def _read(self, name: str) -> tuple[dict[str, torch.Tensor], Any] | None:
-        try:
-            with safe_open(self.folder / (name + _SUFFIX), framework="pt") as file:
-                metadata = file.metadata() or {}
-                # Copies have the allocator's alignment, so that arithmetic on them is that of the run which made them.
-                tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
-            if metadata["sha256"] != self._hash(name, metadata["about"], tensors):
-                return None
-            return tensors, json.loads(metadata["about"])
-        except (SafetensorError, OSError, KeyError, ValueError):
-            return None
+        return read_piece(self._path(name), self._header(name))
+
+    def _header(self, name: str) -> str:
+        return f"{self._text}\0{name}"
 
 
 class FinishedLayers(Mapping[int, dict[str, torch.Tensor]]):

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from mha2mla.conversion.calibration.blocks import TokenBlocks, Windows, calibrated_length, listed
 from mha2mla.conversion.calibration.generated_text import PIECES
@@ -23,11 +22,10 @@ from mha2mla.conversion.calibration.windows import calibration_windows, named_in
 from mha2mla.conversion.extension import CalibrationSource
 from mha2mla.conversion.latent.ranks import choose_layer_ranks
 from mha2mla.conversion.layer_walk import LayerWalk, converted_config
-from mha2mla.conversion.result.writer import DestinationError, save_tensors
-from mha2mla.conversion.resume import ResumeError, WorkFolder, code_hash, tensor_hash
+from mha2mla.conversion.result.writer import DestinationError
+from mha2mla.conversion.resume import ResumeError, WorkFolder, code_hash, read_piece, tensor_hash, write_piece
 from mha2mla.conversion.source.files import FileIdentity
 from mha2mla.environment import cache_folder, device_name, installed_version
-from mha2mla.files import atomic_write
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.pipeline.check import Plan
@@ -60,41 +58,6 @@ class Prepared:
         config.source_config = {**config.source_config, "_name_or_path": name}
         config.calibrated_length = calibrated_length(plan.spec, () if windows is None else windows.window_lengths)
         return config
-
-
-class KeptText:
-    """Token windows in ``texts/KEY.safetensors`` of the cache folder; KEY is a hash of all that decides them.
-
-    Args:
-        request: JSON values: hashes of the source's files, names of texts, lengths, tokens, seed, device, versions and
-            code. A cache ratio is not among them.
-
-    Attributes:
-        path: of the file.
-    """
-
-    def __init__(self, request: Any) -> None:
-        key = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
-        self.path = cache_folder() / "texts" / f"{key}.safetensors"
-
-    def read(self) -> TokenBlocks | None:
-        """The windows as they were written; None where there are none, or the file is damaged."""
-        try:
-            with safe_open(self.path, framework="pt") as file:
-                windows, about = file.get_tensor("windows").clone(), file.metadata() or {}
-            blocks = TokenBlocks(windows, tuple(json.loads(about["lengths"])))
-            return blocks if about["sha256"] == tensor_hash(windows) else None
-        except (SafetensorError, OSError, KeyError, ValueError):
-            return None
-
-    def write(self, windows: TokenBlocks) -> str | None:
-        """Keeps them, whole or not at all; why they could not be kept, or None."""
-        about = {"lengths": json.dumps(windows.lengths), "sha256": tensor_hash(windows.tokens)}
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(self.path, lambda temporary: save_tensors({"windows": windows.tokens}, temporary, about))
-        except (DestinationError, OSError) as error:
-            return str(error)
 
 
 def open_work(plan: Plan, folder: Path, weights: dict[str, FileIdentity]) -> WorkFolder:
@@ -159,42 +122,48 @@ def layer_inputs(prepared: Prepared) -> dict[str, Any]:
 
 
 def _windows(plan: Plan, work: WorkFolder, files: Mapping[str, FileIdentity]) -> TokenBlocks:
-    saved = work.get(_TEXT)
-    if saved is not None:
-        return TokenBlocks(saved[0]["windows"], tuple(saved[1]["lengths"]))
-    kept = _kept_text(plan, files)
-    windows = None if kept is None else kept.read()
-    if windows is None:
-        if any(name.startswith(PIECES) for name in work.names()):
-            plan.arguments.say(f"going on with calibration text that an interrupted conversion left in {work.folder}")
-        windows = calibration_windows(
-            plan.opened,
-            plan.calibration,
-            lengths=plan.lengths,
-            tokens=plan.recipe.calibration.tokens,
-            seed=plan.recipe.calibration.seed,
-            device=plan.model.device,
-            progress=plan.arguments.progress,
-            work=work,
-        )
-        if kept is not None and (why := kept.write(windows)):
-            plan.arguments.say(f"calibration text is not kept for other conversions of this source: {why}")
-    else:
-        plan.arguments.say(f"calibration text: {kept.path}, which the source wrote for another conversion")
-    work.put(_TEXT, {"windows": windows.tokens}, {"lengths": windows.lengths})
-    work.discard(PIECES)
-    return windows
+    say, piece = plan.arguments.say, work.get(_TEXT)
+    if piece is None:
+        kept = _kept_text(plan, files)
+        piece = None if kept is None else read_piece(kept, kept.stem)
+        if piece is not None:
+            say(f"calibration text: {kept}, which the source wrote for another conversion")
+        else:
+            if any(name.startswith(PIECES) for name in work.names()):
+                say(f"going on with calibration text that an interrupted conversion left in {work.folder}")
+            windows = calibration_windows(
+                plan.opened,
+                plan.calibration,
+                lengths=plan.lengths,
+                tokens=plan.recipe.calibration.tokens,
+                seed=plan.recipe.calibration.seed,
+                device=plan.model.device,
+                progress=plan.arguments.progress,
+                work=work,
+            )
+            piece = {"windows": windows.tokens}, {"lengths": windows.lengths}
+            try:
+                if kept is not None:
+                    kept.parent.mkdir(parents=True, exist_ok=True)
+                    write_piece(kept, kept.stem, *piece)
+            except (DestinationError, OSError) as error:
+                say(f"calibration text is not kept for other conversions of this source: {error}")
+        work.put(_TEXT, *piece)
+        work.discard(PIECES)
+    tensors, about = piece
+    return TokenBlocks(tensors["windows"], tuple(about["lengths"]))
 
 
-def _kept_text(plan: Plan, files: Mapping[str, FileIdentity]) -> KeptText | None:
-    """Where text that the source writes is kept; None for other text, and beside a dataset, whose name stays when it
-    changes."""
+def _kept_text(plan: Plan, files: Mapping[str, FileIdentity]) -> Path | None:
+    """File in the cache folder for text that the source writes, named by a hash of all that decides it; None for other
+    text, and beside a dataset, whose name stays when it changes."""
     parts = plan.calibration.split("+") if isinstance(plan.calibration, str) else []
     if GENERATED not in parts or any(part.startswith(DATASET) for part in parts):
         return None
     calibration = plan.recipe.calibration
     asked = [list(plan.lengths), calibration.tokens, calibration.seed]
-    return KeptText([{name: each.sha256 for name, each in files.items()}, _machine(plan), asked])
+    request = json.dumps([{name: each.sha256 for name, each in files.items()}, _machine(plan), asked], sort_keys=True)
+    return cache_folder() / "texts" / f"{hashlib.sha256(request.encode()).hexdigest()}.safetensors"
 
 
 def _request(plan: Plan, weights: dict[str, FileIdentity]) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def convert(
     A run that was killed, interrupted, or ended by an error leaves what it had finished (calibration text, measured
     ranks, layers) beside the destination, and the same call goes on from there: activations are computed anew, and the
     weights are those of a run that nothing disturbed. Where it had finished nothing, it leaves nothing. Text that the
-    source wrote is kept in the cache folder for its other conversions (``pipeline.prepare.KeptText``).
+    source wrote is kept in the cache folder for its other conversions.
 
     Args:
         source: Hugging Face folder, or hub id (downloaded by ``huggingface_hub``).

@@ -5,10 +5,9 @@ import torch
 from safetensors.torch import load_file
 
 from mha2mla.conversion.calibration import windows
-from mha2mla.conversion.calibration.blocks import TokenBlocks
-from mha2mla.pipeline.prepare import KeptText
 from tests.conversion import tiny
 from tests.conversion.tiny import convert
+from tests.folders import WEIGHTS
 
 RECIPE = {"calibration.text": "generated", "calibration.tokens": 256, "calibration.lengths": 64}
 
@@ -57,11 +56,8 @@ def test_a_damaged_or_unwritable_text_is_written_anew(source, tmp_path, writings
     assert "calibration text is not kept for other conversions" in capsys.readouterr().err
 
 
-def test_kept_windows_come_back_as_they_were(tmp_path, monkeypatch):
-    monkeypatch.setenv("MHA2MLA_CACHE", str(tmp_path))
-    blocks = TokenBlocks.of([torch.arange(32).view(4, 8), torch.arange(32).view(2, 16)])
-    kept = KeptText({"source": "a"})
-    assert kept.read() is None and kept.write(blocks) is None
-    found = kept.read()
-    assert torch.equal(found.tokens, blocks.tokens) and found.lengths == blocks.lengths
-    assert KeptText({"source": "b"}).read() is None
+def test_kept_windows_give_the_same_weights(source, tmp_path, writings):
+    for name in ("wrote", "read"):
+        convert(source, tmp_path / name, {**RECIPE, "calibration.lengths": [16, 64]})
+    assert len(writings) == 2  # a length each, once
+    assert (tmp_path / "wrote" / WEIGHTS).read_bytes() == (tmp_path / "read" / WEIGHTS).read_bytes()
