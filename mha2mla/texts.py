@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 BUILTIN = "builtin:"
 DATASET = "hf:"
 GENERATED = "generated"
+DIVERSE = "generated-diverse"
 BUILTINS = ("builtin:pydoc", "builtin:stdlib", "builtin:prose", "builtin:opticks", "builtin:licences")
 _EXPECTED = f"a file, {', '.join(BUILTINS)} or hf:DATASET[:CONFIG[:SPLIT[:COLUMN]]]"
 _DATASET_SEPARATOR = "\n\n"
@@ -92,7 +93,7 @@ def _check_part(name: str) -> None:
     if name.startswith(BUILTIN):
         if name not in BUILTINS:
             raise ValueError(f"text {name!r} is unknown; expected {_EXPECTED}{did_you_mean(name, BUILTINS)}")
-    elif name != GENERATED and not name.startswith(DATASET):
+    elif name not in (GENERATED, DIVERSE) and not name.startswith(DATASET):
         _file(name)
 
 
@@ -110,7 +111,7 @@ def _parts(name: str | Path) -> list[str]:
 
 
 def _part_identity(name: str) -> str:
-    if name == GENERATED or name.startswith((BUILTIN, DATASET)):
+    if name in (GENERATED, DIVERSE) or name.startswith((BUILTIN, DATASET)):
         return name
     with open(_file(name), "rb") as file:
         return f"{name} (sha256 {hashlib.file_digest(file, 'sha256').hexdigest()})"
@@ -118,7 +119,7 @@ def _part_identity(name: str) -> str:
 
 def _file(name: str) -> Path:
     if not Path(name).is_file():
-        close = did_you_mean(name, (*BUILTINS, GENERATED))
+        close = did_you_mean(name, (*BUILTINS, GENERATED, DIVERSE))
         raise ValueError(f"text {name!r} is no file; expected {_EXPECTED}{close}")
     return Path(name)
 
@@ -261,16 +262,17 @@ def mixed_windows(
     count: int,
     *,
     seed: int,
-    generate: Callable[[int, int], torch.Tensor],
+    generate: Callable[[str, int, int], torch.Tensor],
 ) -> torch.Tensor:
     """Windows of several texts, the same number of each as far as they reach.
 
     Args:
         tokenizer: of transformers.
-        name: texts of :func:`load_text` joined by ``+``, and ``"generated"`` for text that the source model makes up.
+        name: texts of :func:`load_text` joined by ``+``, and ``"generated"`` or ``"generated-diverse"`` for text that
+            the source model makes up.
         length, count: tokens of a window, and most windows to return.
         seed: draws the windows from each text.
-        generate: length and number of windows -> int64 [windows, length], for ``"generated"``.
+        generate: name of a generated text, length and number of windows -> int64 [windows, length].
 
     Returns:
         int64 [windows, length]; the texts take turns, so that any part of the windows is mixed.
@@ -282,25 +284,31 @@ def mixed_windows(
 
     names = _parts(name)
     # The generated text is as long as it must be: it makes up for texts that are too short for their share.
-    names.sort(key=lambda part: part == GENERATED)
+    names.sort(key=lambda part: part in (GENERATED, DIVERSE))
     parts: list[torch.Tensor] = []
     for place, part in enumerate(names):
         share = -(-(count - sum(len(made) for made in parts)) // (len(names) - place))
         if share < 1:
             break
-        made = generate(length, share) if part == GENERATED else None
+        made = generate(part, length, share) if part in (GENERATED, DIVERSE) else None
         parts.append(token_windows(tokenizer, load_text(part), length, share, seed=seed) if made is None else made)
     # Stable: window i of each text, then window i + 1, each text at its own pace.
     place = torch.cat([torch.arange(len(part), dtype=torch.float64) / len(part) for part in parts])
     return torch.cat(parts)[place.sort(stable=True).indices]
 
 
-def prompts() -> tuple[list[str], list[str], list[str]]:
-    """Instructions and openings of plain text, both with ``{}`` for a topic, and topics (``data/prompts.txt``)."""
+def prompts() -> tuple[list[str], list[str], list[str], list[str]]:
+    """Instructions and openings of plain text, both with ``{}`` for a topic, topics, and openings of documents in many
+    languages and formats (``data/prompts.txt``)."""
     text = (resources.files("mha2mla") / "data" / "prompts.txt").read_text(encoding="utf-8")
     parts = re.split(r"^\[\w+\]\n", text, flags=re.MULTILINE)[1:]
-    instructions, openings, topics = ([line for line in part.splitlines() if line] for part in parts)
-    return instructions, openings, topics
+    *others, documents = ([line for line in part.splitlines() if line] for part in parts)
+    instructions, openings, topics = others
+    return instructions, openings, topics, [re.sub(r"\\([nt\\])", _unescaped, line) for line in documents]
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    return {"n": "\n", "t": "\t", "\\": "\\"}[found[1]]
 
 
 def token_windows(tokenizer: Any, text: str, length: int, count: int, *, seed: int | None = None) -> torch.Tensor:

@@ -124,7 +124,7 @@ def test_texts_take_turns_and_generated_text_fills_up(tmp_path):
     (tmp_path / "long").write_text("b" * 1000)
     asked = []
 
-    def generate(length, count):
+    def generate(name, length, count):
         asked.append(count)
         return torch.full((count, length), 7)
 
@@ -139,11 +139,12 @@ def test_texts_take_turns_and_generated_text_fills_up(tmp_path):
 
 
 def test_prompts_have_a_place_for_the_topic():
-    instructions, openings, topics = prompts()
+    instructions, openings, topics, documents = prompts()
     assert all(line.count("{}") == 1 for line in instructions + openings) and len(topics) == len(set(topics)) >= 50
     # Neither may the evaluation text steer what is generated.
     prose = load_text("builtin:prose")
     assert not any(line.replace("{}", "") in prose for line in instructions + openings if len(line) > 20)
+    assert len(documents) == len(set(documents)) > 200 and "import os\nimport sys\n\ndef main():" in documents
 
 
 def test_package_texts_are_long_and_distinct():

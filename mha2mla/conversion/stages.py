@@ -240,7 +240,8 @@ class Calibration(Stage):
 
     Args:
         text: what ``mha2mla.texts.mixed_windows`` takes: texts by name, several of them joined by ``+``;
-            ``"generated"`` is sampled from the source model, which is loaded whole for it. Or a ``CalibrationSource``.
+            ``"generated"`` is sampled from the source model, which is loaded whole for it, ``"generated-diverse"`` too,
+            in more languages and formats. Or a ``CalibrationSource``.
         tokens: of calibration text; every length gets the same share of them, in blocks as large as the longest window,
             at least one.
         lengths: of windows: one, several that divide the longest, or ``"auto"``: ``blocks.default_lengths``, from 512

@@ -29,7 +29,7 @@ from mha2mla.environment import cache_folder, device_name, installed_version
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.pipeline.check import Plan
-from mha2mla.texts import DATASET, GENERATED, text_identity
+from mha2mla.texts import DATASET, DIVERSE, GENERATED, text_identity
 
 _TEXT, _RANKS = "text", "layer-ranks"  # pieces of the work
 
@@ -158,7 +158,7 @@ def _kept_text(plan: Plan, files: Mapping[str, FileIdentity]) -> Path | None:
     """File in the cache folder for text that the source writes, named by a hash of all that decides it; None for other
     text, and beside a dataset, whose name stays when it changes."""
     parts = plan.calibration.split("+") if isinstance(plan.calibration, str) else []
-    if GENERATED not in parts or any(part.startswith(DATASET) for part in parts):
+    if not {GENERATED, DIVERSE} & set(parts) or any(part.startswith(DATASET) for part in parts):
         return None
     calibration = plan.recipe.calibration
     asked = [list(plan.lengths), calibration.tokens, calibration.seed]

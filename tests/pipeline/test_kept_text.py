@@ -20,7 +20,7 @@ def writings(tmp_path, monkeypatch):
 
     def counted(*arguments, **keys):
         generate = usual(*arguments, **keys)
-        return lambda length, count: (seeds.append(keys["seed"]), generate(length, count))[1]
+        return lambda *asked: (seeds.append(keys["seed"]), generate(*asked))[1]
 
     monkeypatch.setattr(windows, "generator_of", counted)
     return seeds

@@ -15,11 +15,12 @@ from mha2mla.conversion.calibration.batch_decoder import decoder, rows_at_once
 from mha2mla.conversion.resume import WorkFolder
 from mha2mla.environment import usual_dtype
 from mha2mla.terminal import progress_bar
-from mha2mla.texts import end_tokens, plain_tokens, prompts, start_tokens
+from mha2mla.texts import DIVERSE, end_tokens, plain_tokens, prompts, start_tokens
 
 _BLANK_SHARE = 1 / 3  # share of documents that begin with any word
 _CUT_SHARE = 0.5  # share of windows that begin within a document
 _LONGEST_CUT = 64  # tokens
+_MARK = "WHAT-THE-USER-SAYS"
 ROW = 512  # tokens that are written in one go, unless said otherwise
 PIECES = "rows-"  # prefix of the names of unfinished pieces
 
@@ -32,8 +33,8 @@ def generator_of(
     device: torch.device,
     progress: bool = False,
     work: WorkFolder | None = None,
-) -> Callable[[int, int], torch.Tensor]:
-    """Length and number of windows -> as many windows of generated tokens, for ``texts.mixed_windows``.
+) -> Callable[[str, int, int], torch.Tensor]:
+    """Name of a generated text, length and number of windows -> as many windows of tokens, for ``texts.mixed_windows``.
 
     The whole model is loaded when it first writes, and kept for other lengths: bfloat16 on CUDA, float32 on a CPU.
     """
@@ -44,8 +45,8 @@ def generator_of(
         return made.eval().to(device)
 
     # Texts of different lengths begin with different prompts.
-    return lambda length, count: generate_windows(
-        model(), tokenizer, length, count, seed=seed + length, progress=progress, work=work
+    return lambda name, length, count: generate_windows(
+        model(), tokenizer, length, count, seed=seed + length, diverse=name == DIVERSE, progress=progress, work=work
     )
 
 
@@ -57,6 +58,7 @@ def generate_windows(
     count: int,
     *,
     seed: int,
+    diverse: bool = False,
     row: int = ROW,
     progress: bool = False,
     work: WorkFolder | None = None,
@@ -76,6 +78,8 @@ def generate_windows(
         tokenizer: its own.
         length, count: tokens of a window, and windows.
         seed: of prompts and samples.
+        diverse: documents also begin by openings in many languages and formats and, where there is a chat template, as
+            a user's turn that the model writes before it answers (Magpie, arXiv 2406.08464); each kind is as likely.
         row: tokens that are written in one go.
         work: keeps every batch of rows as a piece, so that the same call after an interrupt goes on behind them.
 
@@ -87,13 +91,13 @@ def generate_windows(
     written = row + _LONGEST_CUT
     rows = rows_at_once(model, written)
     draw = random.Random(seed)
-    starts = _documents(tokenizer, draw)
     generator = torch.Generator(model.device).manual_seed(seed)
     ends = frozenset({*end_tokens(model), tokenizer.eos_token_id} - {None})
+    starts = _diverse_documents(tokenizer, ends, draw) if diverse else _documents(tokenizer, draw)
     write = functools.partial(_write, model, ends, starts, written)
     made = []
     for done in range(0, count * pieces, rows):
-        piece = f"{PIECES}{length}-{done:07d}"
+        piece = f"{PIECES}{'diverse-' if diverse else ''}{length}-{done:07d}"
         if work is not None and (kept := work.get(piece)):
             (tensors, (version, state, gauss)) = kept
             generator.set_state(tensors["generator"])
@@ -124,14 +128,15 @@ def _cut(written: torch.Tensor, length: int, first: torch.Tensor, draw: random.R
 def _write(
     model: torch.nn.Module,
     ends: frozenset[int],
-    starts: Iterator[list[int]],
+    starts: Iterator[list[list[int]]],
     length: int,
     rows: int,
     generator: torch.Generator,
     progress: bool,
 ) -> torch.Tensor:
     """int64 [rows, length]."""
-    forced = [next(starts) for _ in range(rows)]  # tokens that each row must emit before it may choose
+    parts = [next(starts) for _ in range(rows)]  # of the document that each row is in: what follows once it ends
+    forced = [part.pop(0) for part in parts]  # tokens that each row must emit before it may choose
     current = torch.tensor([queue.pop(0) for queue in forced], device=model.device)
     written = [current]
     logits_of = decoder(model, rows, length)
@@ -142,24 +147,65 @@ def _write(
             if queue:
                 sampled[row] = queue.pop(0)
             elif sampled[row] in ends:
-                queue.extend(next(starts))
+                parts[row] = parts[row] or next(starts)
+                queue.extend(parts[row].pop(0))
         current = torch.tensor(sampled, device=model.device)
         written.append(current)
     return torch.stack(written, 1).cpu()
 
 
-def _documents(tokenizer: Any, draw: random.Random) -> Iterator[list[int]]:
-    """Beginnings of documents, as tokens, without end."""
-    instructions, openings, topics = prompts()
+def _documents(tokenizer: Any, draw: random.Random) -> Iterator[list[list[int]]]:
+    """Documents without end, each as parts: the tokens that begin it, and those that follow when the model ends."""
+    instructions, openings, topics, _ = prompts()
     start = start_tokens(tokenizer)
-    words = sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids))
+    words = _words(tokenizer)
     while True:
         if draw.random() < _BLANK_SHARE:
-            yield [*start, draw.choice(words)]
+            yield [[*start, draw.choice(words)]]
             continue
         chat = tokenizer.chat_template is not None and draw.random() < 0.5
         text = draw.choice(instructions if chat else openings).format(draw.choice(topics))
-        if chat:
-            message = [{"role": "user", "content": text}]
-            text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-        yield ([] if chat else start) + plain_tokens(tokenizer, text)
+        yield [plain_tokens(tokenizer, _chat(tokenizer, text)) if chat else start + plain_tokens(tokenizer, text)]
+
+
+def _diverse_documents(tokenizer: Any, ends: frozenset[int], draw: random.Random) -> Iterator[list[list[int]]]:
+    """The same, in many languages and formats."""
+    instructions, openings, topics, documents = prompts()
+    start = start_tokens(tokenizer)
+    words = _words(tokenizer)
+    # More tokens than letters: the tokenizer has no pieces for this script, so the model has hardly seen it.
+    known = [tokens for line in documents if len(tokens := plain_tokens(tokenizer, line)) <= len(line)]
+    turn, answer = _user_turn(tokenizer)
+    kinds = ["word", "topic"] + ["document"] * bool(known) + ["instruction"] * bool(tokenizer.chat_template)
+    if answer and answer[0] in ends:  # else the model would not know where the user's turn ends
+        kinds.append("turn")
+    while True:
+        match draw.choice(kinds):
+            case "word":
+                yield [[*start, draw.choice(words)]]
+            case "topic":
+                yield [start + plain_tokens(tokenizer, draw.choice(openings).format(draw.choice(topics)))]
+            case "document":
+                yield [start + draw.choice(known)]
+            case "instruction":
+                text = draw.choice(instructions).format(draw.choice(topics))
+                yield [plain_tokens(tokenizer, _chat(tokenizer, text))]
+            case "turn":
+                yield [list(turn), answer[1:]]
+
+
+def _words(tokenizer: Any) -> list[int]:
+    return sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids))
+
+
+def _chat(tokenizer: Any, text: str) -> str:
+    message = [{"role": "user", "content": text}]
+    return tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+
+
+def _user_turn(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Tokens of a chat before and behind what a user says; both empty without a template."""
+    if tokenizer.chat_template is None:
+        return [], []
+    before, _, behind = _chat(tokenizer, _MARK).partition(_MARK)
+    return plain_tokens(tokenizer, before), plain_tokens(tokenizer, behind)

@@ -31,7 +31,7 @@ def calibration_windows(
     """Windows of every length, the same number of tokens of each, drawn from ``text`` or written by the source.
 
     Args:
-        source: whose tokenizer cuts the text, and which writes ``"generated"`` text.
+        source: whose tokenizer cuts the text, and which writes generated text.
         text: what ``texts.mixed_windows`` takes, or an object that gives windows; or windows, taken as they are.
         lengths: of the windows; they divide the longest.
         tokens: in all, but at least one block for every length.

@@ -35,19 +35,55 @@ def test_a_cut_window_is_what_was_written_from_a_later_token_on():
     assert {window[1] for window in cut} <= set(range(101, 165)) and len({window[1] for window in cut}) > 30
 
 
-def test_after_the_end_of_a_document_comes_the_next_prompt():
-    model, tokenizer = tiny.model(), tiny.tokenizer()
-    with torch.no_grad():  # a model that always ends: its end token has the largest logit wherever it stands
+def always_ends(model, end):
+    """A model whose end token has the largest logit wherever it stands."""
+    with torch.no_grad():
         model.lm_head.weight.zero_()
-        model.lm_head.weight[tokenizer.eos_token_id] = 1e4 * model.model.norm.weight.sign()
+        model.lm_head.weight[end] = 1e4 * model.model.norm.weight.sign()
         model.model.norm.weight.zero_()
         model.model.norm.weight[0] = 1.0
-        model.lm_head.weight[tokenizer.eos_token_id, 1:] = 0
-    windows = generate_windows(model, tokenizer, 200, 4, seed=0)
+        model.lm_head.weight[end, 1:] = 0
+    return model
+
+
+def test_after_the_end_of_a_document_comes_the_next_prompt():
+    tokenizer = tiny.tokenizer()
+    windows = generate_windows(always_ends(tiny.model(), tokenizer.eos_token_id), tokenizer, 200, 4, seed=0)
     ended = windows == tokenizer.eos_token_id
     assert ended.any()
     after = windows[:, 1:][ended[:, :-1]]
     assert (after == tokenizer.bos_token_id).all()
+
+
+def test_diverse_text_begins_in_every_way(monkeypatch):
+    monkeypatch.setattr(generated_text, "_CUT_SHARE", 0.0)
+    tokenizer = tiny.tokenizer()
+    end = tokenizer.eos_token
+    tokenizer.chat_template = f"USER {{{{ messages[0].content }}}}{end}\nANSWER"
+    model = always_ends(tiny.model(), tokenizer.eos_token_id)
+    windows = generate_windows(model, tokenizer, 48, 200, seed=0, diverse=True)
+    _, openings, _, documents = prompts()
+    starts = [opening.split("{}")[0][:12] for opening in openings if opening[0] != "{"]
+    texts = tokenizer.batch_decode(windows)
+    begins = [text.removeprefix(tokenizer.bos_token).lstrip() for text in texts]
+    kinds = {
+        "topic": sum(text.startswith(tuple(starts)) for text in begins),
+        "document": sum(text.startswith(tuple(each[:12] for each in documents)) for text in begins),
+        "turn": sum(text.startswith((f"USER {end}", f"USER{end}")) for text in texts),
+        "instruction": sum(text.startswith("USER ") and not text.startswith(f"USER {end}") for text in texts),
+    }
+    assert all(20 <= count <= 60 for count in kinds.values()), kinds  # 40 each on average
+    turns = [text for text in texts if text.startswith((f"USER {end}", f"USER{end}"))]
+    assert all(text.split(end)[1].strip().startswith("ANSWER") for text in turns), turns[0]
+
+
+def test_openings_in_unknown_scripts_are_left_out():
+    """A tokenizer of bytes has two or three tokens a letter of other scripts, one of English."""
+    tokenizer = tiny.tokenizer()
+    drawn = generated_text._diverse_documents(tokenizer, frozenset(), random.Random(0))
+    texts = {tokenizer.decode(next(drawn)[0], skip_special_tokens=True) for _ in range(2000)}
+    assert "Shall I compare thee" in texts
+    assert not any(text.startswith(("История", "这座", "この町")) for text in texts)
 
 
 def test_a_folder_writes_as_its_model_does(tmp_path):
@@ -55,7 +91,9 @@ def test_a_folder_writes_as_its_model_does(tmp_path):
     tokenizer = tiny.loaded_tokenizer(folder)
     generate = generator_of(folder, tokenizer, seed=1, device=torch.device("cpu"))
     for length in (32, 48):  # windows of other lengths begin with other prompts
-        assert torch.equal(generate(length, 3), generate_windows(tiny.model(), tokenizer, length, 3, seed=1 + length))
+        assert torch.equal(
+            generate("generated", length, 3), generate_windows(tiny.model(), tokenizer, length, 3, seed=1 + length)
+        )
 
 
 def test_a_long_window_is_rows_behind_one_another(monkeypatch):
