@@ -40,24 +40,27 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.recording import Recording, command
 from mha2mla.cli import main
 from tests.conversion import tiny
+from tests.folders import WEIGHTS, edit_weights
 
 SECONDS = 20  # after which a run hangs
 LONGEST = 600  # characters of a message
 BATCH = 60
 MEMORY = 12 << 30  # bytes of address space of a child
 OUTCOMES = ("right", "other", "refused", "traceback", "crash", "hang")
-CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 SOURCE, CONVERTED, SHARDED = "source", "converted", "sharded"
 QUALITY, LATENCY, CONVERSION = "quality", "latency", "conversion"  # reports
 REPORT = "report.json"
@@ -222,25 +225,14 @@ def _in_place(file: str, kind: str) -> Callable[[Path], None]:
 PLACES = ("missing", "a pipe", "a folder", "a link out", "a link to itself", "a device")
 
 
-def _tensors(file: str, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        tensors = load_file(folder / file)
-        changed = change(tensors.pop(name))
-        if changed is not None:
-            tensors[name] = changed.contiguous()
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-
-    return damage
-
-
 def _with(tensor: torch.Tensor, value: float) -> torch.Tensor:
     changed = tensor.clone()
     changed.view(-1)[0] = value
     return changed
 
 
-CHANGES: Mapping[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
-    "missing": lambda tensor: None,
+CHANGES: Mapping[str, Callable[[torch.Tensor], torch.Tensor] | EllipsisType] = {
+    "missing": ...,
     "NaN": lambda tensor: _with(tensor, math.nan),
     "infinite": lambda tensor: _with(tensor, math.inf),
     "int8": lambda tensor: tensor.to(torch.int8),
@@ -347,13 +339,13 @@ def all_cases(at: Path) -> list[Case]:
         for name, tensor in load_file(at / folder / WEIGHTS).items():
             changes = dict(CHANGES)
             if name.endswith("inv_freq"):
-                changes |= {"negated": lambda tensor: -tensor}
+                changes |= {"negated": torch.neg}
             if tensor.dim() != 2:
                 del changes["flat"]
             if tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1]:
                 del changes["transposed"]  # no header shows it: its digest does (inspect --verify)
             found += [
-                (f"tensor {name}: {what}", (name, WEIGHTS), _tensors(WEIGHTS, name, change))
+                (f"tensor {name}: {what}", (name, WEIGHTS), partial(edit_weights, changes={name: change}))
                 for what, change in changes.items()
             ]
     shard = _read(at / SHARDED / INDEX)["weight_map"]["model.norm.weight"]
@@ -442,15 +434,19 @@ def _call(arguments: list[str]) -> tuple[str, str, str]:
     return outcome, out.getvalue(), message
 
 
+@contextmanager
+def _beside(at: Path, copied: str | None = None) -> Iterator[Path]:
+    """A folder of links to what ``at`` holds, but for the folder that is ``copied``."""
+    with tempfile.TemporaryDirectory(dir=at.parent) as name:
+        for entry in at.iterdir():
+            here = Path(name, entry.name)
+            shutil.copytree(entry, here) if entry.name == copied else here.symlink_to(entry)
+        yield Path(name)
+
+
 def run_case(case: Case, at: Path, expected: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
     """One case over a fresh copy of the files in ``at``."""
-    with tempfile.TemporaryDirectory(dir=at.parent) as name:
-        here = Path(name)
-        for entry in at.iterdir():
-            if entry.name == case.folder:
-                shutil.copytree(entry, here / entry.name)
-            else:
-                (here / entry.name).symlink_to(entry)
+    with _beside(at, copied=case.folder) as here:
         case.damage(here / case.folder)
         verb = VERBS[case.verb]
         outcome, printed, message = _call(verb.arguments(here, case.folder))
@@ -470,10 +466,7 @@ def expectations(at: Path) -> dict[tuple[str, str], Any]:
     """Verb and folder → the result over undamaged files. Makes the reports that ``report`` reads, which is last."""
     expected = {}
     for verb, folder in [(verb, folder) for verb, how in VERBS.items() for folder in how.folders]:
-        with tempfile.TemporaryDirectory(dir=at.parent) as name:
-            here = Path(name)
-            for entry in at.iterdir():
-                (here / entry.name).symlink_to(entry)
+        with _beside(at) as here:
             outcome, printed, message = _call(VERBS[verb].arguments(here, folder))
             if outcome != "right":
                 raise RuntimeError(f"{verb} of undamaged files: {outcome}: {message}")
