@@ -3,7 +3,10 @@ import itertools
 import pytest
 import torch
 
+from mha2mla.conversion.latent import rules
 from mha2mla.conversion.latent.rules import LatentProblem, LowRankRule, _alternate, _principal, factorise
+from mha2mla.pipeline import ParityError
+from tests.conversion import tiny
 
 
 def covariance(size, seed):
@@ -118,3 +121,17 @@ def test_a_split_rank_goes_to_keys_and_values_by_width():
     factors = factorise(LowRankRule.find("svd-split"), problem(), 14, centered=True)
     assert (factors.key_decoder[..., 6:] == 0).all() and (factors.value_decoder[..., :6] == 0).all()
     assert (factors.key_decoder[..., :6] != 0).any(1).all()
+
+
+def test_directions_that_few_tokens_leave_open_do_no_harm_on_other_text(tmp_path, monkeypatch):
+    """32 tokens for a width of 48: without shrinkage the rest is noise, multiplied by what inverts it."""
+    source = tiny.checkpoint(tmp_path / "source")
+
+    def convert(shrinkage):
+        monkeypatch.setattr(rules, "SHRINKAGE", shrinkage)
+        recipe = tiny.Recipe(fit_queries=False, calibration_tokens=32, calibration_lengths=32)
+        return tiny.convert(source, tmp_path / str(shrinkage), recipe, evaluation=tiny.some_tokens(4, 32))
+
+    with pytest.raises(ParityError, match="nats a token from the source's"):
+        convert(0.0)
+    assert max(layer.output_error for layer in convert(0.003).parity.layers) < 2
