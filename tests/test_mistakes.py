@@ -103,15 +103,6 @@ def test_source_and_converted_the_wrong_way_round(kind, tiny_source, tiny_conver
     assert "expected the source first" in capsys.readouterr().err
 
 
-def test_a_truncated_config_is_one_line(tiny_source, tmp_path, capsys):
-    broken = tmp_path / "broken"
-    shutil.copytree(tiny_source, broken)
-    (broken / "config.json").write_text('{"model_type": ')
-    assert run("convert", broken, tmp_path / "out") == 2
-    assert "config.json" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("argv", [["--debug", "inspect", "/no/such"], ["inspect", "/no/such", "--debug"]], ids=" ".join)
 def test_debug_raises_before_or_behind_the_verb(argv):
     with pytest.raises(FileNotFoundError):
