@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from mha2mla.eval.loading import load
     from mha2mla.eval.quality import QualityReport, evaluate_quality
     from mha2mla.geometry import MLAGeometry
+    from mha2mla.healing.record import HealingReport
+    from mha2mla.healing.run import heal
     from mha2mla.modeling import LatentCache, MHA2MLAConfig, MHA2MLAForCausalLM
     from mha2mla.pipeline import ConversionReport, convert
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "CalibrationSource": "mha2mla.conversion.extension:CalibrationSource",
     "ConversionReport": "mha2mla.pipeline:ConversionReport",
+    "HealingReport": "mha2mla.healing.record:HealingReport",
     "Inspection": "mha2mla.eval.inspection:Inspection",
     "LatentCache": "mha2mla.modeling:LatentCache",
     "LowRankRule": "mha2mla.conversion.latent.rules:LowRankRule",
@@ -44,6 +47,7 @@ _LAZY = {
     "RopeRule": "mha2mla.conversion.rope.rules:RopeRule",
     "convert": "mha2mla.pipeline:convert",
     "evaluate_quality": "mha2mla.eval.quality:evaluate_quality",
+    "heal": "mha2mla.healing.run:heal",
     "inspect": "mha2mla.eval.inspection:inspect_checkpoint",
     "load": "mha2mla.eval.loading:load",
     "model_latency": "mha2mla.eval.latency:model_latency",
@@ -54,6 +58,7 @@ _LAZY = {
 __all__ = [
     "CalibrationSource",
     "ConversionReport",
+    "HealingReport",
     "Inspection",
     "LatentCache",
     "LowRankRule",
@@ -66,6 +71,7 @@ __all__ = [
     "__version__",
     "convert",
     "evaluate_quality",
+    "heal",
     "inspect",
     "load",
     "model_latency",

@@ -96,13 +96,13 @@ class WorkFolder:
         self._known: set[str] = set()
         self.damaged: list[str] = []
         there = sorted(folder.iterdir()) if folder.is_dir() else []
-        theirs = _read_request(folder / REQUEST_FILE)
+        theirs = read_request(folder / REQUEST_FILE)
         layers = [path for path in there if _LAYER.fullmatch(path.stem) and path.suffix == _SUFFIX]
         same = theirs == json.loads(self._text)
         if resume and layers and not same:
             raise ResumeError(
                 f"{folder} holds {len(layers)} finished layers of an interrupted conversion that differs in"
-                f" {', '.join(_differences(theirs, json.loads(self._text)))}"
+                f" {', '.join(differences(theirs, json.loads(self._text)))}"
             )
         for path in there:
             ours = resume and same and path.is_file() and not path.is_symlink()
@@ -230,7 +230,7 @@ def _tensors_hash(header: str, tensors: Mapping[str, torch.Tensor]) -> str:
     return total.hexdigest()
 
 
-def _read_request(path: Path) -> dict[str, Any]:
+def read_request(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -238,7 +238,7 @@ def _read_request(path: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     return [
         _difference(key, theirs.get(key), ours.get(key))
         for key in sorted({*theirs, *ours})

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import torch
 
+from mha2mla.checkpoints import read_json
 from mha2mla.conversion.families import UnsupportedSourceError
 from mha2mla.conversion.layer_walk import stored
 from mha2mla.conversion.presets import AUTO
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.relayout import latent_config, latent_tensors
+from mha2mla.conversion.result.card import RECORD_FILE
 from mha2mla.conversion.result.destination import check_destination, temporary_folder
 from mha2mla.conversion.result.writer import ShardedWriter
 from mha2mla.conversion.source.files import check_unchanged, faults_of_the_source_named
@@ -67,9 +69,15 @@ def change_layout(arguments: Arguments, folder: Path, started: float) -> Convers
                 preset="none: no number was changed by more than its place",
                 better="nothing: no number was lost",
                 seconds={"total": time.perf_counter() - started},
+                source_sha256=_source_digests(folder),
             )
             write_report(arguments, device, made, report, MADE)
     return report
+
+
+def _source_digests(folder: Path) -> dict[str, str]:
+    """Those of the unconverted source, where the record of its conversion has them."""
+    return read_json(folder, RECORD_FILE).get("source_sha256", {}) if (folder / RECORD_FILE).is_file() else {}
 
 
 def _check_recipe(arguments: Arguments) -> None:

@@ -65,6 +65,7 @@ class ConversionReport:
         parameters, source_parameters: of the two models; tied ones count once.
         weight_bytes, source_weight_bytes: of their stored tensors.
         weights_sha256: file name -> digest of each written file of weights, which ``mha2mla inspect --verify`` checks.
+        source_sha256: the same of the source's config and files of weights.
     """
 
     name: str
@@ -95,6 +96,7 @@ class ConversionReport:
     weight_bytes: int
     source_weight_bytes: int
     weights_sha256: dict[str, str]
+    source_sha256: dict[str, str] = field(default_factory=dict)
     searches: dict[str, Any] = field(default_factory=dict)
     calibration_tokens: int = 0
     long_evaluation_text: str = ""

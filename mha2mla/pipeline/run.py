@@ -170,6 +170,7 @@ def _run(plan: Plan, started: float, seconds: dict[str, float]) -> ConversionRep
                 rope_note=plan.spec.rope_note,
                 resumed_layers=resumed,
                 seconds=seconds,
+                source_sha256={name: each.sha256 for name, each in weights.items()},
             )
             write_report(arguments, device, folder, report, MADE)
     return report

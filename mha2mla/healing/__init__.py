@@ -1,0 +1,1 @@
+"""Training after a conversion: distillation from the source model."""

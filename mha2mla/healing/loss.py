@@ -1,0 +1,93 @@
+"""KL divergence to the source's full logits, computed in chunks of tokens with both heads inside the chunk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mha2mla.predictions import kl_divergence
+
+LOGITS_PER_CHUNK = 2**26  # float32 elements of one model's logits: 256 MiB
+
+
+def distillation_loss(
+    student: Tensor,
+    teacher: Tensor,
+    student_head: nn.Module,
+    teacher_head: nn.Module,
+    *,
+    weights: Tensor | None = None,
+    chunk: int | None = None,
+) -> Tensor:
+    """Sum over tokens of w · KL(teacher ‖ student) of the full vocabulary at temperature 1, in nats.
+
+    Logits, probabilities and their gradients exist for one chunk of tokens at a time, in float32 or wider. The forward
+    pass computes the gradients of hidden states and head together with the value; the backward pass scales them.
+
+    Args:
+        student: [N, hidden], last hidden states; may require gradients, as may the parameters of ``student_head``.
+        teacher: [N, hidden of the teacher]; no gradient reaches it.
+        student_head, teacher_head: [n, hidden] to logits [n, vocabulary].
+        weights: w [N]; None: ones. A token of weight 0 is masked.
+        chunk: tokens of a chunk; default :data:`LOGITS_PER_CHUNK` elements of logits.
+
+    Returns:
+        Scalar, float32 or wider.
+
+    Raises:
+        ValueError: shapes that do not belong together.
+    """
+    if student.ndim != 2 or teacher.ndim != 2 or len(student) != len(teacher):
+        raise ValueError(
+            f"student is {tuple(student.shape)} beside teacher of {tuple(teacher.shape)}; expected [N, hidden] each"
+        )
+    weights = student.new_ones(len(student), dtype=torch.float32) if weights is None else weights
+    if weights.shape != student.shape[:1]:
+        raise ValueError(f"weights is {tuple(weights.shape)}; expected [{len(student)}], a number for each token")
+    if chunk is None:
+        chunk = max(1, LOGITS_PER_CHUNK // teacher_head(teacher[:1].detach()).shape[-1])
+    trained = [parameter for parameter in student_head.parameters() if parameter.requires_grad]
+    heads = (student_head, teacher_head)
+    return _ChunkedKL.apply(student, teacher, weights, heads, chunk, torch.is_grad_enabled(), *trained)
+
+
+class _ChunkedKL(torch.autograd.Function):
+    """Sum of weighted divergences; ``trained``: parameters of the student's head that get gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        student: Tensor,
+        teacher: Tensor,
+        weights: Tensor,
+        heads: tuple[nn.Module, nn.Module],
+        chunk: int,
+        differentiable: bool,
+        *trained: Tensor,
+    ) -> Tensor:
+        student_head, teacher_head = heads
+        total, gradient = None, torch.empty_like(student)
+        sums = [torch.zeros_like(parameter) for parameter in trained]
+        for start in range(0, len(student), chunk):
+            part = slice(start, start + chunk)
+            expected = teacher_head(teacher[part])
+            dtype = torch.promote_types(expected.dtype, torch.float32)
+            expected = expected.to(dtype).log_softmax(-1)
+            with torch.set_grad_enabled(differentiable):
+                hidden = student[part].detach().requires_grad_(differentiable)
+                found = student_head(hidden).to(dtype).log_softmax(-1)
+                loss = (kl_divergence(expected, found) * weights[part]).sum()
+            if differentiable:
+                gradient[part], *of_head = torch.autograd.grad(loss, [hidden, *trained])
+                for running, added in zip(sums, of_head, strict=True):
+                    running += added
+            total = loss.detach() if total is None else total + loss.detach()
+        ctx.save_for_backward(gradient, *sums)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        gradient, *sums = (saved * scale for saved in ctx.saved_tensors)
+        return gradient.to(ctx.saved_tensors[0].dtype), None, None, None, None, None, *sums

@@ -1,0 +1,310 @@
+"""``heal``: check, text, training, writing, comparison, in this order; a run that was cut off goes on."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from mha2mla.checkpoints import find_converted
+from mha2mla.conversion.calibration.blocks import Windows, check_length, listed
+from mha2mla.conversion.parity import ParityReport, compare
+from mha2mla.conversion.result.destination import WORK_FOLDER, check_destination, temporary_folder
+from mha2mla.conversion.resume import (
+    REQUEST_FILE,
+    ResumeError,
+    WorkFolder,
+    code_hash,
+    differences,
+    has_pieces,
+    read_request,
+    tensor_hash,
+)
+from mha2mla.conversion.source.files import check_unchanged, faults_of_the_source_named
+from mha2mla.conversion.source.opening import OpenedFolder, Source, open_converted, open_source
+from mha2mla.environment import collect_environment, compute_device, device_name, installed_version
+from mha2mla.families import FAMILIES
+from mha2mla.files import atomic_write
+from mha2mla.healing.record import HealingReport, check_pair, write_healed, write_record
+from mha2mla.healing.settings import DEFAULT_TEXT, PresetName, Settings
+from mha2mla.healing.student import Models, load_models
+from mha2mla.healing.text import describe_text, hold_out, source_perplexity, text_name, training_text
+from mha2mla.healing.training import Distillation, last_checkpoint, tokens_in, train
+from mha2mla.pipeline.check import EVALUATION_TEXT, EVALUATION_TOKENS, HeldOut, source_folder
+from mha2mla.sizing import recognize_gpu
+from mha2mla.texts import check_text
+
+_EVALUATION_LENGTH = 512
+_PIECES, _CHECKPOINTS, _PLAN = "pieces", "checkpoints", "plan"
+
+
+def heal(
+    source: str | os.PathLike[str],
+    converted: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    preset: PresetName = "standard",
+    text: str | Windows = DEFAULT_TEXT,
+    token_weights: Tensor | None = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+    resume: Literal["auto", "never"] = "auto",
+    progress: bool = True,
+    **settings: Any,
+) -> HealingReport:
+    """Trains a converted checkpoint towards its source: KL to the source's full logits, the source running beside it.
+
+    Nothing of ``source`` and ``converted`` is written to. The result appears whole or not at all, is read back from
+    disk and compared with the source on the texts of the conversion's record, whose own figures stay apart. After a
+    kill, an interrupt or an error the same call goes on from the last checkpoint and ends with the same weights.
+
+    Args:
+        source, converted: folders or hub ids of a source and a conversion of it.
+        destination: folder to create.
+        preset: "quick", "standard" or "long", by time: 5, 15 and 480 minutes of training.
+        text: to train on: ``"generated"``, which the source writes at temperature 1, names of texts or files, or these
+            joined by ``+``; or token windows, int64 [windows, length], one tensor for each length.
+        token_weights: [windows, length] beside one tensor of windows: weights of the tokens' losses, 0 masks one; only
+            their ratios count.
+        device: default CUDA where there is one; of several GPUs the first that is visible.
+        dtype: of the written weights; default those of ``converted``. Training keeps them in float32.
+        overwrite: replace a destination that is empty or a converted checkpoint, after the new one is complete.
+        resume: "auto" goes on from what an interrupted run of the same healing left; "never" discards it.
+        progress: bars on standard error.
+        settings: of :class:`~mha2mla.healing.settings.Settings`, such as ``minutes=15`` or ``train="lora"``.
+
+    Raises:
+        ValueError: a bad setting, text or device, by name; the loss became NaN.
+        CheckpointError: ``converted`` is no conversion of ``source``, or either is damaged.
+        DestinationError: the destination cannot be written or may not be replaced.
+        ResumeError: an interrupted healing with other settings lies there.
+        ImportError: adapters are asked for and PEFT is not installed.
+    """
+    started = time.perf_counter()
+    if resume not in ("auto", "never"):
+        raise ValueError(f"resume is {resume!r:.80}; expected 'auto' or 'never'")
+    place = _device(device)
+    if isinstance(text, str):
+        check_text(text)
+    opened_source, opened = _open(source, converted)
+    chosen = _settings(preset, settings, opened_source, text)
+    weights = _weights(token_weights, text)
+    for folder in (opened_source.folder, opened.folder):
+        check_destination(destination, folder, overwrite=overwrite)
+    final = Path(destination).expanduser()
+    with temporary_folder(final, overwrite=overwrite, worth_keeping=_has_work) as folder:
+        weight_files, others = opened_source.identity()
+        files = {**weight_files, **others}
+        record = check_pair(opened_source, opened, weight_files)
+        work = folder / WORK_FOLDER
+        digests = {name: each.sha256 for name, each in files.items()}
+        request = {
+            "source": digests,
+            "converted": {name: each.sha256 for name, each in opened.identity()[0].items()},
+            "settings": asdict(chosen),
+            "text": text_name(text),
+            "token_weights": None if weights is None else tensor_hash(weights),
+            "device": device_name(place),
+            "versions": {name: installed_version(name) for name in ("mha2mla", "torch", "transformers", "accelerate")},
+            "code": code_hash(),
+        }
+        pieces = _open_work(work, request, resume)
+        with faults_of_the_source_named(opened_source.folder, files):
+            models = load_models(opened_source.folder, opened.folder, place, chosen)
+            distillation = Distillation(models, torch.bfloat16 if place.type == "cuda" else None)
+            tokens = _budget(chosen, distillation, opened_source, pieces)
+            text_started = time.perf_counter()
+            blocks = training_text(
+                opened_source, text, chosen, min(tokens, chosen.text_tokens), place,
+                digests=digests, work=pieces, progress=progress,
+            )  # fmt: skip
+            text_seconds = time.perf_counter() - text_started
+            blocks, held_out = hold_out(blocks)
+            if weights is not None:
+                weights = weights[: len(blocks)]
+            about = {
+                "name": text if isinstance(text, str) else "token windows of the caller",
+                **describe_text(blocks, opened_source.config.vocab_size),
+                "held_out_tokens": held_out.tokens.numel(),
+                "perplexity_source": source_perplexity(models.teacher, held_out),
+                "seconds": text_seconds,
+            }
+            result = train(
+                distillation, blocks, held_out, chosen, tokens, work / _CHECKPOINTS, weights=weights, progress=progress
+            )  # fmt: skip
+            counts = _counts(models, place, result.tokens_per_second)
+            made = models.trained() if result.kept_step else {}
+            del distillation, models
+            gc.collect()
+            written = write_healed(opened, made, folder, dtype, progress=progress)
+            del made
+            check_unchanged(opened_source.folder, files)
+            rows = _compare(opened_source, opened, open_converted(folder), record, place, folder, progress)
+            report = HealingReport(
+                destination=str(final),
+                settings=chosen,
+                trained=result,
+                text=about,
+                rows=tuple(rows),
+                cache_ratio=record["cache_ratio"],
+                device=device_name(place),
+                seconds=time.perf_counter() - started,
+                weights_sha256=written.sha256,
+                **counts,
+            )
+            write_record(opened, record, report, collect_environment(place.index or 0), folder)
+            check_unchanged(opened_source.folder, files)
+    return report
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    place = compute_device(device)
+    if place.type not in ("cpu", "cuda") or place.index not in (None, 0):
+        raise ValueError(f"device is {str(place)!r}; expected cpu or cuda (CUDA_VISIBLE_DEVICES chooses among GPUs)")
+    return place
+
+
+def _open(source: str | os.PathLike[str], converted: str | os.PathLike[str]) -> tuple[Source, OpenedFolder]:
+    opened = open_converted(source_folder(find_converted(converted, "converted")))
+    rope = (opened.config.recipe or {}).get("rope") or {}
+    return open_source(source_folder(source), longrope_table=rope.get("longrope_table", "short")), opened
+
+
+def _settings(preset: str, given: Mapping[str, Any], source: Source, text: str | Windows) -> Settings:
+    """Settings for a source.
+
+    Raises:
+        ValueError: also for windows at which the source uses longrope's other table, or all weights of experts.
+    """
+    context = getattr(source.config, "max_position_embeddings", None)
+    lengths = {} if isinstance(text, str) else {"lengths": sorted({part.shape[-1] for part in listed(text)})}
+    if lengths:
+        given = {**given, "length": lengths["lengths"][0], "long_length": lengths["lengths"][-1]}
+    settings = Settings.of(preset, context=context, **given)
+    for name in ("length", "long_length"):
+        check_length(source.spec, getattr(settings, name), f"{name} is {getattr(settings, name)}")
+    if settings.train == "all" and FAMILIES[source.config.model_type].mixture_of_experts:
+        raise ValueError(f"train is 'all' and source is a {source.config.model_type}; expected 'attention' or 'lora'")
+    return settings
+
+
+def _weights(token_weights: Tensor | None, text: str | Windows) -> Tensor | None:
+    """Weights of mean 1."""
+    if token_weights is None:
+        return None
+    if not isinstance(text, Tensor) or token_weights.shape != text.shape or not (token_weights >= 0).all():
+        expected = tuple(text.shape) if isinstance(text, Tensor) else "none beside a text that is no tensor of windows"
+        raise ValueError(f"token_weights is {tuple(token_weights.shape)}; expected {expected}, at least 0")
+    if not token_weights.any():
+        raise ValueError("token_weights is 0 everywhere; expected a token that counts")
+    return token_weights.float() / token_weights.float().mean()
+
+
+def _has_work(work: Path) -> bool:
+    return has_pieces(work / _PIECES) or any((work / _CHECKPOINTS).glob("checkpoint-*"))
+
+
+def _open_work(work: Path, request: dict[str, Any], resume: str) -> WorkFolder:
+    """What an interrupted run left, if it is of the same request.
+
+    Raises:
+        ResumeError: it has checkpoints of another one, which are not to be discarded.
+    """
+    request = json.loads(json.dumps(request))
+    theirs = read_request(work / REQUEST_FILE)
+    if theirs != request or resume == "never":
+        if theirs and resume == "auto" and (at := last_checkpoint(work / _CHECKPOINTS)):
+            raise ResumeError(
+                f"{work} holds {at.name} of an interrupted healing that differs in"
+                f" {', '.join(differences(theirs, request))}: repeat that healing, or discard it with resume='never'"
+                " (--resume never)"
+            )
+        shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(exist_ok=True)
+    atomic_write(work / REQUEST_FILE, lambda path: path.write_text(json.dumps(request), encoding="utf-8"))
+    return WorkFolder(work / _PIECES, request)
+
+
+def _budget(settings: Settings, distillation: Distillation, source: Source, pieces: WorkFolder) -> int:
+    """Tokens to train on; what minutes come to is measured once, and found by a run that goes on."""
+    if settings.minutes is None:
+        return settings.tokens
+    if (saved := pieces.get(_PLAN)) is not None:
+        return saved[1]
+    tokens = tokens_in(settings.minutes, distillation, settings, source.config.vocab_size)
+    tokens = tokens if settings.tokens is None else min(tokens, settings.tokens)
+    pieces.put(_PLAN, {}, tokens)
+    return tokens
+
+
+def _counts(models: Models, device: torch.device, speed: float) -> dict[str, Any]:
+    """Parameters, and what of the device was used."""
+    sizes = {name: each.numel() for name, each in models.student.named_parameters()}
+    trained = sum(each.numel() for each in models.student.parameters() if each.requires_grad)
+    gpu = peak = None
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        gpu = recognize_gpu(properties.name, properties.total_memory)
+        peak = torch.cuda.max_memory_allocated(device)
+    experts = getattr(FAMILIES[models.teacher.config.model_type], "mixture_of_experts", False)
+    share = None
+    if gpu is not None and not experts:
+        embedding = models.teacher.get_input_embeddings().weight.numel()
+        tied = models.teacher.get_output_embeddings().weight is models.teacher.get_input_embeddings().weight
+        looked_up = 0 if tied else embedding
+        student = sum(sizes.values()) - looked_up
+        teacher = sum(each.numel() for each in models.teacher.parameters()) - looked_up
+        share = 2 * (teacher + 2 * student + trained) * speed / gpu.products  # forward, forward and backward, gradients
+    return {
+        "trained_parameters": trained,
+        "parameters": sum(sizes.values()),
+        "shared_parameters": sum(sizes[name] for name in models.shared & sizes.keys()),
+        "flop_share": share,
+        "peak_gpu_bytes": peak,
+    }
+
+
+def _compare(
+    source: Source,
+    converted: OpenedFolder,
+    healed: OpenedFolder,
+    record: Mapping[str, Any],
+    device: torch.device,
+    folder: Path,
+    progress: bool,
+) -> Iterator[dict[str, Any]]:
+    """A row for each text of the record: source, converted and healed model in float32, streamed."""
+    found = [(record.get(f"{kind}evaluation_text"), record.get(f"{kind}evaluation_length")) for kind in ("", "long_")]
+    texts = [(text, length) for text, length in found if text and length and "token windows" not in text]
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    source_model = source.model(device, torch.float32)
+    for text, length in texts or [(EVALUATION_TEXT, _EVALUATION_LENGTH)]:
+        held_out = HeldOut.of(source, text, length, max(EVALUATION_TOKENS, length))
+        before, after = (
+            compare(
+                source_model, each.model(device, torch.float32), held_out.tokens,
+                folder=folder, by_layer=False, progress=progress,
+            )
+            for each in (converted, healed)
+        )  # fmt: skip
+        yield _row(text, length, before, after)
+
+
+def _row(text: str, length: int, before: ParityReport, after: ParityReport) -> dict[str, Any]:
+    row: dict[str, Any] = {"text": text, "length": length, "tokens": before.tokens}
+    row["perplexity_source"] = before.perplexity_source
+    for name, parity in (("before", before), ("after", after)):
+        row |= {f"perplexity_{name}": parity.perplexity_converted, f"ratio_{name}": parity.perplexity_ratio}
+        row |= {f"kl_{name}": parity.kl, f"top1_agreement_{name}": parity.top1_agreement}
+    return row

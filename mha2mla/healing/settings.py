@@ -1,0 +1,142 @@
+"""Settings of healing and their presets. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+from mha2mla.checkpoints import did_you_mean
+from mha2mla.texts import GENERATED
+
+PresetName = Literal["quick", "standard", "long"]
+Trained = Literal["attention", "lora", "all"]
+Keep = Literal["best", "last"]
+# By time: a laptop's GPU, one H200, a night. tokens_at_once is what a pass holds in memory.
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "quick": {
+            "minutes": 5.0, "text_tokens": 1 << 20, "batch_tokens": 1 << 14, "tokens_at_once": 1 << 12,
+            "length": 512, "long_length": 2048,
+        },
+        "standard": {
+            "minutes": 15.0, "text_tokens": 1 << 24, "batch_tokens": 1 << 16, "tokens_at_once": 1 << 15,
+            "length": 1024, "long_length": 8192,
+        },
+        "long": {
+            "minutes": 480.0, "text_tokens": 1 << 27, "batch_tokens": 1 << 17, "tokens_at_once": 1 << 15,
+            "length": 1024, "long_length": 8192,
+        },
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of one healing.
+
+    Attributes:
+        preset: source of what is not given.
+        minutes: of training on this machine, measured before it begins; None: ``tokens`` alone.
+        tokens: to train on at most, in whole steps; None: ``minutes`` alone.
+        train: "attention", "lora" (adapters of attention's projections, merged at the end), or "all" weights.
+        rate: learning rate.
+        latent_rate: of the maps to and from the latent; None: ``rate``.
+        lora_rank: of an adapter, whose scale is 2.
+        text_tokens: different tokens of text, at most; more training passes over them again.
+        length, long_length: tokens of a window; the first divides the second.
+        long_share: share of the tokens that stand in long windows.
+        batch_tokens: of an optimizer step, in whole passes.
+        tokens_at_once: of a forward and backward pass, in whole long windows.
+        checkpointing: recompute activations in the backward pass; None: where hidden states are 2048 wide or wider.
+        keep: the weights with the smallest loss on held-out windows, or the last ones.
+        seed: of text, order and adapters.
+
+    Raises:
+        ValueError: a value outside these, by name.
+    """
+
+    preset: str
+    minutes: float | None
+    text_tokens: int
+    length: int
+    long_length: int
+    batch_tokens: int
+    tokens_at_once: int
+    tokens: int | None = None
+    train: str = "attention"
+    rate: float = 1e-4
+    latent_rate: float | None = None
+    lora_rank: int = 16
+    long_share: float = 0.2
+    checkpointing: bool | None = None
+    keep: str = "best"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, words in (("train", get_args(Trained)), ("keep", get_args(Keep))):
+            if (value := getattr(self, name)) not in words:
+                close = did_you_mean(value, words)
+                raise ValueError(f"{name} is {value!r:.80}; expected one of {', '.join(map(repr, words))}{close}")
+        for name in ("tokens", "text_tokens", "length", "long_length", "batch_tokens", "tokens_at_once", "lora_rank"):
+            value, least = getattr(self, name), 1 if name == "lora_rank" else 2
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise ValueError(f"{name} is {value!r:.80}; expected a whole number of at least {least}")
+        for name in ("minutes", "rate", "latent_rate"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
+                raise ValueError(f"{name} is {value!r:.80}; expected a number above 0")
+        if not 0 <= self.long_share <= 1:
+            raise ValueError(f"long_share is {self.long_share!r:.80}; expected a number from 0 to 1")
+        if self.long_length % self.length:
+            raise ValueError(f"long_length is {self.long_length}; expected a multiple of length={self.length}")
+        if self.minutes is None and self.tokens is None:
+            raise ValueError("minutes and tokens are None; expected one of them")
+
+    @classmethod
+    def of(cls, preset: str, *, context: int | None = None, **given: Any) -> Settings:
+        """The preset's values, but for those ``given`` that are not None.
+
+        Args:
+            context: positions that the source takes; windows of the preset are no longer.
+
+        Raises:
+            ValueError: no such preset, or as above.
+        """
+        if preset not in PRESETS:
+            close = did_you_mean(preset, PRESETS)
+            raise ValueError(f"preset is {preset!r:.80}; expected one of {', '.join(map(repr, PRESETS))}{close}")
+        names = [each.name for each in fields(cls)]
+        if unknown := sorted(given.keys() - names):
+            raise ValueError(f"{unknown[0]!r:.80} is no setting of healing{did_you_mean(unknown[0], names)}")
+        given = {name: value for name, value in given.items() if value is not None}
+        values = {"preset": preset, **PRESETS[preset], **given}
+        if "tokens" in given and "minutes" not in given:
+            values["minutes"] = None
+        for name in ("length", "long_length"):
+            if name not in given and context is not None:
+                values[name] = min(values[name], context)
+        if "long_length" not in given:
+            values["long_length"] = max(values["length"], values["long_length"] // values["length"] * values["length"])
+        return cls(**values)
+
+    @property
+    def accumulation(self) -> int:
+        """Passes of an optimizer step."""
+        return max(1, self.batch_tokens // self.pass_tokens)
+
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens of a pass."""
+        most = min(self.tokens_at_once, self.batch_tokens)
+        return max(1, most // self.long_length) * self.long_length
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of an optimizer step."""
+        return self.accumulation * self.pass_tokens
+
+
+DEFAULT_TEXT = GENERATED

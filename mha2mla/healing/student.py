@@ -1,0 +1,128 @@
+"""The two models of a healing: what of the student is trained, and what of it is the teacher's own memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION
+from mha2mla.eval.loading import load_model
+from mha2mla.healing.settings import Settings
+
+ATTENTION = ".self_attn."
+# Maps to and from the latent: what a source has not.
+_LATENT = ("kv_a_proj", "k_a_proj", "v_a_proj", "k_b_proj", "v_b_proj", "k_rope_proj", "q_b_proj")
+_LORA_ALPHA = 2  # scale of an adapter
+_WIDE = 2048  # hidden states from which activations are recomputed
+
+
+@dataclass
+class Models:
+    """Teacher and student on one device.
+
+    Attributes:
+        student: converted model; its trained parameters are float32 and require gradients, its other ones do not.
+        teacher: source model.
+        adapted: the student under PEFT's wrapper; None without adapters.
+        shared: names of the student's parameters that are the teacher's own memory.
+    """
+
+    student: nn.Module
+    teacher: nn.Module
+    adapted: Any
+    shared: frozenset[str]
+
+    def trained(self) -> dict[str, Tensor]:
+        """Trained weights by their names in the checkpoint, float32; adapters are merged, and no longer there."""
+        if self.adapted is None:
+            return {name: each.detach() for name, each in self.student.named_parameters() if each.requires_grad}
+        names = {name for name, _ in _adapted(self.student)}
+        self.adapted.merge_and_unload()
+        self.adapted = None
+        return {name: each.detach() for name, each in self.student.named_parameters() if name in names}
+
+
+def load_models(source: Path, converted: Path, device: torch.device, settings: Settings) -> Models:
+    """Both models, ready to train: float32 on a CPU, on CUDA the trained weights alone.
+
+    Frozen parameters that equal the source's are the source's tensors: there is no second copy. Under FSDP, which
+    shards the student's, they are copies.
+
+    Raises:
+        CheckpointError: a checkpoint is incomplete or damaged.
+        ImportError: adapters are asked for and PEFT is not installed.
+    """
+    dtype = torch.float32 if device.type == "cpu" else None
+    teacher = load_model(source, "source", device=device, dtype=dtype).requires_grad_(False)
+    if teacher.config._attn_implementation != "sdpa":  # load_model's choice for float32, and this is autocast
+        teacher.set_attn_implementation("sdpa")
+    student = load_model(converted, "converted", device="cpu", dtype=dtype).requires_grad_(False)
+    student.set_attn_implementation(REPEATABLE_ATTENTION)
+    for name, parameter in student.named_parameters():
+        parameter.requires_grad_(settings.train == "all" or (settings.train == "attention" and ATTENTION in name))
+    shared = frozenset() if os.environ.get("ACCELERATE_USE_FSDP") == "true" else _share(student, teacher)
+    adapted = _adapt(student, settings) if settings.train == "lora" else None
+    for parameter in student.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    for _, parameter in _adapted(student):  # merging in bfloat16 would round twice
+        parameter.data = parameter.data.float()
+    student.to(device)
+    recomputes = settings.checkpointing
+    if recomputes is None:
+        recomputes = student.config.hidden_size >= _WIDE
+    if recomputes:
+        student.gradient_checkpointing_enable({"use_reentrant": False})
+    return Models(student, teacher, adapted, shared)
+
+
+def parameter_groups(student: nn.Module, settings: Settings) -> list[dict[str, Any]]:
+    """Trained parameters of each learning rate, for an optimizer."""
+    groups: dict[float, list[Tensor]] = {}
+    for name, parameter in student.named_parameters():
+        if parameter.requires_grad:
+            is_latent = ATTENTION in name and any(f".{part}" in name for part in _LATENT)
+            rate = settings.latent_rate if is_latent and settings.latent_rate is not None else settings.rate
+            groups.setdefault(rate, []).append(parameter)
+    return [{"params": parameters, "lr": rate} for rate, parameters in groups.items()]
+
+
+def _share(student: nn.Module, teacher: nn.Module) -> frozenset[str]:
+    """Puts the teacher's parameters in the place of the student's frozen ones that equal them."""
+    own = dict(teacher.named_parameters(remove_duplicate=False))
+    found = []
+    for prefix, module in student.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            full = f"{prefix}.{name}"
+            other = own.get(full)
+            if parameter.requires_grad or other is None or ATTENTION in full:
+                continue
+            if other.dtype == parameter.dtype and torch.equal(other.cpu(), parameter.cpu()):
+                setattr(module, name, other)
+                found.append(full)
+    return frozenset(found)
+
+
+def _adapt(student: nn.Module, settings: Settings) -> Any:
+    """PEFT's wrapper of ``student``, whose attention projections then have adapters; maps by head have none."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ImportError("train is 'lora', which needs peft: pip install -e '.[heal]' in the clone") from error
+    linear = [name for name, part in student.named_modules() if ATTENTION in name and isinstance(part, nn.Linear)]
+    torch.manual_seed(settings.seed)
+    rank = settings.lora_rank
+    return get_peft_model(student, LoraConfig(r=rank, lora_alpha=_LORA_ALPHA * rank, target_modules=linear))
+
+
+def _adapted(student: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Weights under adapters, by their names in the checkpoint."""
+    for name, parameter in student.named_parameters():
+        if ".base_layer.weight" in name:
+            yield name.replace(".base_layer.", "."), parameter

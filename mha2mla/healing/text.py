@@ -1,0 +1,179 @@
+"""Text of healing: what the source writes, or the caller's, in short and long windows; some of it is held out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from mha2mla.conversion.calibration.blocks import TokenBlocks, Windows, listed
+from mha2mla.conversion.calibration.generated_text import PIECES, ROW, generate_windows
+from mha2mla.conversion.calibration.windows import calibration_windows
+from mha2mla.conversion.resume import WorkFolder, code_hash, tensor_hash
+from mha2mla.conversion.source.opening import Source
+from mha2mla.environment import device_name, installed_version, usual_dtype
+from mha2mla.healing.settings import Settings
+from mha2mla.pipeline.prepare import KeptText
+from mha2mla.predictions import Predictor, perplexity, windows_at_once
+from mha2mla.texts import GENERATED, mixed_windows, start_tokens, text_identity
+
+HELD_OUT_SHARE = 1 / 20
+MAX_HELD_OUT = 1 << 17  # tokens
+_MAX_MEASURED = 1 << 15  # tokens whose perplexity is measured
+_GRAM = 4  # tokens
+
+
+def text_name(text: str | Windows) -> str:
+    """Identity of a text: names, hashes of files and of token windows."""
+    return text_identity(text) if isinstance(text, str) else "+".join(map(tensor_hash, listed(text)))
+
+
+def training_text(
+    source: Source,
+    text: str | Windows,
+    settings: Settings,
+    tokens: int,
+    device: torch.device,
+    *,
+    digests: Mapping[str, str],
+    work: WorkFolder,
+    progress: bool,
+) -> TokenBlocks:
+    """Blocks of ``settings.long_length`` tokens, each one long window or several short ones.
+
+    Text that the source writes is kept in the cache folder for later runs, and what was written before an interrupt is
+    taken up. Of a name's text a token stands in one window only.
+
+    Args:
+        text: ``"generated"``, names of ``texts.load_text``, or these joined by ``+``; or token windows, int64
+            [windows, length], as they are.
+        tokens: to return at most, in whole blocks; other text than the source's own may be shorter.
+        digests: SHA-256 of the source's files.
+
+    Raises:
+        ValueError: an unusable text, by name.
+        CheckpointError: the source has no usable tokenizer.
+    """
+    if not isinstance(text, str):
+        return calibration_windows(source, text, lengths=(), tokens=tokens, seed=settings.seed, device=device)
+    tokenizer, size = source.tokenizer(), settings.long_length
+    names = [text] if Path(text).is_file() else text.split("+")
+    others = [name for name in names if name != GENERATED]
+    count = max(2, tokens // size)
+    written = count - count * len(others) // len(names)
+    parts: list[Tensor] = []
+    if others:
+        read = mixed_windows(tokenizer, "+".join(others), size, count - written, seed=settings.seed, generate=_no_text)
+        long, _ = _share(len(read), settings)
+        windows = read[long:].reshape(-1, settings.length).clone()
+        start = start_tokens(tokenizer)  # models lean on it
+        windows[:, : len(start)] = torch.tensor(start, dtype=torch.int64)
+        parts += [read[:long], windows]
+    if GENERATED in names:
+        parts += _written(source, tokenizer, _share(written, settings), settings, device, digests, work, progress)
+    by_length: dict[int, list[Tensor]] = {}
+    for part in parts:
+        if len(part):
+            by_length.setdefault(part.shape[1], []).append(part)
+    return TokenBlocks.of([torch.cat(same) for same in by_length.values()])
+
+
+def _no_text(length: int, count: int) -> Tensor:
+    raise AssertionError("only names of texts are mixed here")
+
+
+def _share(blocks: int, settings: Settings) -> tuple[int, int]:
+    """Numbers of blocks with a long window and with short ones; at least one each where both are asked for."""
+    if settings.length == settings.long_length:
+        return 0, blocks
+    long = round(blocks * settings.long_share)
+    if blocks > 1 and 0 < settings.long_share < 1:
+        long = min(max(long, 1), blocks - 1)
+    return long, blocks - long
+
+
+def _written(
+    source: Source,
+    tokenizer: Any,
+    blocks: tuple[int, int],
+    settings: Settings,
+    device: torch.device,
+    digests: Mapping[str, str],
+    work: WorkFolder,
+    progress: bool,
+) -> list[Tensor]:
+    """Windows [blocks, long_length] and [windows, length] that the source writes, or wrote for an earlier run.
+
+    Long windows are one continuation; short ones of rows as calibration writes them.
+    """
+    per_block = settings.long_length // settings.length
+    asked = {settings.long_length: blocks[0], settings.length: blocks[1] * per_block}
+    machine = [device_name(device), torch.__version__, installed_version("transformers"), code_hash()]
+    kept = KeptText(["healing", dict(digests), machine, sorted(asked.items()), settings.seed])
+    if (found := kept.read()) is not None:
+        return [found.tokens[: blocks[0]], found.tokens[blocks[0] :].reshape(-1, settings.length)]
+    model = AutoModelForCausalLM.from_pretrained(source.folder, dtype=usual_dtype(device), trust_remote_code=False)
+    model = model.eval().to(device)
+    made = []
+    for length, count in asked.items():
+        if not count:
+            made.append(torch.empty(0, length, dtype=torch.int64))
+            continue
+        row = length if length > settings.length else ROW
+        options = {"seed": settings.seed + length, "row": row, "progress": progress, "work": work}
+        made.append(generate_windows(model, tokenizer, length, count, **options))
+    # Long blocks first: only this module reads the file.
+    kept.write(TokenBlocks(torch.cat([part.reshape(-1, settings.long_length) for part in made]), ()))
+    work.discard(PIECES)
+    return made
+
+
+def hold_out(blocks: TokenBlocks) -> tuple[TokenBlocks, TokenBlocks]:
+    """Blocks to train on, and the last few of each length, which no step sees.
+
+    Raises:
+        ValueError: there are not two blocks of any length.
+    """
+    train: list[int] = []
+    held: list[int] = []
+    share = min(HELD_OUT_SHARE, MAX_HELD_OUT / blocks.tokens.numel())
+    for length in blocks.window_lengths:
+        of_length = list(blocks.of_length(length))
+        count = max(1, round(len(of_length) * share)) if len(of_length) > 1 else 0
+        train += of_length[: len(of_length) - count]
+        held += of_length[len(of_length) - count :]
+    if not held:
+        raise ValueError(f"text has {len(blocks)} blocks of {blocks.size} tokens; expected two of a length at least")
+    parts = (TokenBlocks(blocks.tokens[part], tuple(blocks.lengths[block] for block in part)) for part in (train, held))
+    return tuple(parts)
+
+
+def describe_text(blocks: TokenBlocks, vocabulary: int) -> dict[str, Any]:
+    """Tokens, by window length too, and the share of different runs of four tokens among all of them."""
+    grams = torch.zeros_like(blocks.tokens[:, : 1 - _GRAM])
+    for place in range(_GRAM):  # a hash where a vocabulary's fourth power overflows
+        grams = grams * vocabulary + blocks.tokens[:, place : blocks.size + place - _GRAM + 1]
+    by_length = {length: len(blocks.of_length(length)) * blocks.size for length in blocks.window_lengths}
+    return {
+        "unique_tokens": blocks.tokens.numel(),
+        "tokens_by_window": by_length,
+        "distinct_4grams": len(grams.unique()) / grams.numel(),
+    }
+
+
+def source_perplexity(source: torch.nn.Module, blocks: TokenBlocks) -> float:
+    """Perplexity of the source on the first windows of each length, at most 32,768 tokens of each."""
+    predictor, total, count = Predictor(source), 0.0, 0
+    for length in blocks.window_lengths:
+        windows = blocks.tokens[blocks.of_length(length).start : blocks.of_length(length).stop].reshape(-1, length)
+        for ids in windows[: max(1, _MAX_MEASURED // length)].split(windows_at_once(length)):
+            logits, targets = predictor.next_tokens(ids), ids[:, 1:].flatten().to(source.device)
+            for start in range(0, len(targets), 512):
+                part = slice(start, start + 512)
+                total += torch.nn.functional.cross_entropy(logits(part).float(), targets[part], reduction="sum").item()
+            count += len(targets)
+    return perplexity(total / count)

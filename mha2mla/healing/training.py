@@ -1,0 +1,341 @@
+"""The training run: transformers' Trainer over the distillation loss, with checkpoints that a kill cannot halve."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+
+from mha2mla.conversion.calibration.blocks import TokenBlocks
+from mha2mla.conversion.fit.repeatable import deterministic
+from mha2mla.files import atomic_write
+from mha2mla.healing.loss import distillation_loss
+from mha2mla.healing.settings import Settings
+from mha2mla.healing.student import Models, parameter_groups
+from mha2mla.terminal import progress_bar
+
+WARM_UP, DECAY = 0.03, 0.2  # shares of the steps
+EVALUATIONS = 10  # of a run, and as many checkpoints
+_LOGS = 200
+_TIMED = 3  # passes
+_COMPLETE = "complete.json"
+
+
+class Distillation(nn.Module):
+    """The student as the Trainer sees it: its output is the loss, its state the trained weights alone.
+
+    Args:
+        models: the teacher is no submodule; nothing moves, wraps or saves it.
+        autocast: dtype of products; None: the weights' own.
+    """
+
+    def __init__(self, models: Models, autocast: torch.dtype | None) -> None:
+        super().__init__()
+        self.student, self._teacher, self._autocast = models.student, (models.teacher,), autocast
+        self.register_state_dict_post_hook(_keep_trained)
+        self.register_load_state_dict_post_hook(lambda module, found: found.missing_keys.clear())
+
+    def forward(self, input_ids: Tensor, lengths: Tensor, weights: Tensor | None = None) -> dict[str, Tensor]:
+        """Mean over tokens of KL(teacher ‖ student) in nats.
+
+        Args:
+            input_ids: [blocks, size]; the last token of a window has a prediction as the others.
+            lengths: [blocks], tokens of a window in each.
+            weights: [blocks, size], of mean 1 over the text; None: ones.
+        """
+        (teacher,), total = self._teacher, 0.0
+        for length in sorted(set(lengths.tolist())):
+            chosen = lengths == length
+            ids = input_ids[chosen].view(-1, length)
+            with torch.autocast(ids.device.type, self._autocast, enabled=self._autocast is not None):
+                with torch.no_grad():
+                    expected = teacher.base_model(input_ids=ids, use_cache=False).last_hidden_state
+                found = self.student.base_model(input_ids=ids, use_cache=False).last_hidden_state
+                total = total + distillation_loss(
+                    found.flatten(0, 1),
+                    expected.flatten(0, 1),
+                    self.student.get_output_embeddings(),
+                    teacher.get_output_embeddings(),
+                    weights=None if weights is None else weights[chosen].flatten(),
+                )
+        return {"loss": total / input_ids.numel()}
+
+
+def _keep_trained(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    kept = {prefix + name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    for name in [name for name in state if name.startswith(prefix) and name not in kept]:
+        del state[name]
+
+
+class Blocks(Dataset):
+    """Blocks in a given order."""
+
+    def __init__(self, blocks: TokenBlocks, order: Sequence[int], weights: Tensor | None = None) -> None:
+        self._blocks, self._order, self._weights = blocks, order, weights
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        block = self._order[index]
+        item = {"input_ids": self._blocks.tokens[block], "lengths": torch.tensor(self._blocks.lengths[block])}
+        return item if self._weights is None else item | {"weights": self._weights[block]}
+
+
+def passes(count: int, needed: int, seed: int) -> list[int]:
+    """Numbers of ``needed`` blocks: all ``count`` of them in a random order, then all in another one, and so on."""
+    generator = torch.Generator().manual_seed(seed)
+    orders = [torch.randperm(count, generator=generator) for _ in range(-(-needed // count))]
+    return torch.cat(orders)[:needed].tolist()
+
+
+class _Arguments(TrainingArguments):
+    @property
+    def n_gpu(self) -> int:
+        return min(1, super().n_gpu)  # several without a launcher would be DataParallel
+
+
+class _Trainer(Trainer):
+    """AdamW with a rate for each group, over blocks in the order of their dataset."""
+
+    def __init__(self, settings: Settings, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self._settings = settings
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            groups = parameter_groups((model or self.model), self._settings)
+            fused = self.args.device.type == "cuda"
+            self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
+        return self.optimizer
+
+    def get_train_dataloader(self) -> DataLoader:
+        return self.accelerator.prepare(DataLoader(self.train_dataset, self.args.per_device_train_batch_size))
+
+
+class _Bar(TrainerCallback):
+    """A progress bar with the loss, and a refusal of one that is no number."""
+
+    def __init__(self, show: bool, step_tokens: int) -> None:
+        self._show, self._step_tokens, self._bar = show, step_tokens, None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        total, done = state.max_steps * self._step_tokens, state.global_step * self._step_tokens
+        show = self._show and state.is_world_process_zero
+        self._bar = progress_bar(total=total, initial=done, desc="heal", unit="token", unit_scale=True, show=show)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._bar.update(self._step_tokens)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        for name in ("loss", "eval_loss"):
+            if not math.isfinite(logs.get(name, 0.0)):
+                raise ValueError(f"the loss became {logs[name]} at step {state.global_step}; expected a smaller rate")
+        shown = {"KL": logs.get("loss"), "held-out KL": logs.get("eval_loss")}
+        if self._bar is not None:
+            self._bar.set_postfix(
+                {name: f"{value:.4g}" for name, value in shown.items() if value is not None}, refresh=False
+            )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._bar.close()
+
+
+class _Checkpoints(TrainerCallback):
+    """Evaluates and saves at the end, too; marks a checkpoint when all of it is written, then removes all but it and
+    the best one."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == state.max_steps:
+            control.should_evaluate = control.should_save = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+        atomic_write(folder / _COMPLETE, lambda path: path.write_text(json.dumps(sizes), encoding="utf-8"))
+        kept = {folder.name, Path(state.best_model_checkpoint or folder).name}
+        for other in Path(args.output_dir).glob("checkpoint-*"):
+            if other.name not in kept:
+                shutil.rmtree(other)
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint in ``folder`` that was written to its end; one that was not is removed."""
+    whole = []
+    for each in folder.glob("checkpoint-*"):
+        try:
+            sizes = json.loads((each / _COMPLETE).read_text(encoding="utf-8"))
+            if all((each / name).stat().st_size == size for name, size in sizes.items()):
+                whole.append(each)
+                continue
+        except (OSError, ValueError):
+            pass
+        shutil.rmtree(each)
+    return max(whole, key=lambda path: int(path.name.partition("-")[2]), default=None)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Result of :func:`train`.
+
+    Attributes:
+        steps, tokens: trained on.
+        passes: over the text.
+        held_out_before, held_out_best, held_out_last: mean KL on the held-out windows.
+        best_step: after which the loss on held-out windows was smallest; 0: before the first.
+        kept_step: whose weights the student has.
+        seconds: of the steps of this run, evaluations and checkpoints among them.
+        tokens_per_second: of this run.
+        curve: logged losses and rates by step.
+    """
+
+    steps: int
+    tokens: int
+    passes: float
+    held_out_before: float
+    held_out_best: float
+    held_out_last: float
+    best_step: int
+    kept_step: int
+    seconds: float
+    tokens_per_second: float
+    curve: list[dict[str, float]]
+
+
+def tokens_in(minutes: float, distillation: Distillation, settings: Settings, vocabulary: int) -> int:
+    """Tokens that ``minutes`` of training take on this machine, by a few passes over random tokens; no step is made."""
+    device = distillation.student.device
+    ids = torch.randint(vocabulary, (settings.pass_tokens // settings.long_length, settings.long_length))
+    batch = {"input_ids": ids.to(device), "lengths": torch.full((len(ids),), settings.length)}
+    started = 0.0
+    for index in range(_TIMED + 1):  # the first warms up
+        if index == 1:
+            started = _now(device)
+        distillation.train()(**batch)["loss"].backward()
+        distillation.zero_grad()
+    seconds = (_now(device) - started) / _TIMED
+    return max(settings.step_tokens, int(60 * minutes / seconds * settings.pass_tokens))
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def train(
+    distillation: Distillation,
+    blocks: TokenBlocks,
+    held_out: TokenBlocks,
+    settings: Settings,
+    tokens: int,
+    folder: Path,
+    *,
+    weights: Tensor | None = None,
+    progress: bool,
+) -> Trained:
+    """Trains the student, going on from the last whole checkpoint in ``folder``; leaves it the weights to keep.
+
+    With the same arguments on the same machine, a run that was killed and went on ends with the weights, to the bit, of
+    one that nothing disturbed.
+
+    Args:
+        tokens: to train on at most, in whole steps; at least one step is made.
+        folder: of the checkpoints: trained weights, AdamW's state, random states.
+        weights: [blocks, size] of the tokens' losses.
+
+    Raises:
+        ValueError: the loss became NaN or infinite.
+    """
+    device = distillation.student.device
+    per_pass = settings.pass_tokens // blocks.size
+    arguments = _Arguments(
+        output_dir=str(folder),
+        use_cpu=device.type == "cpu",
+        per_device_train_batch_size=per_pass,
+        per_device_eval_batch_size=1,
+        gradient_accumulation_steps=settings.accumulation,
+        learning_rate=settings.rate,
+        max_grad_norm=1.0,
+        max_steps=1,
+        lr_scheduler_type="warmup_stable_decay",
+        eval_strategy="steps",
+        save_strategy="steps",
+        load_best_model_at_end=settings.keep == "best",
+        metric_for_best_model="eval_loss",
+        greater_is_better=False,
+        prediction_loss_only=True,
+        label_names=["input_ids"],  # so that evaluation has a loss
+        remove_unused_columns=False,
+        logging_nan_inf_filter=False,
+        disable_tqdm=True,
+        report_to="none",
+        seed=settings.seed,
+    )
+    step_tokens = settings.step_tokens * arguments.world_size
+    steps = max(1, tokens // step_tokens)
+    every = max(1, steps // EVALUATIONS)
+    arguments.max_steps, arguments.warmup_steps = steps, math.ceil(WARM_UP * steps)
+    arguments.lr_scheduler_kwargs = {"num_decay_steps": max(1, round(DECAY * steps)), "decay_type": "1-sqrt"}
+    arguments.eval_steps = arguments.save_steps = every
+    arguments.logging_steps = max(1, steps // _LOGS)
+    order = passes(len(blocks), steps * step_tokens // blocks.size, settings.seed)
+    trainer = _Trainer(
+        settings,
+        model=distillation,
+        args=arguments,
+        train_dataset=Blocks(blocks, order, weights),
+        eval_dataset=Blocks(held_out, range(len(held_out))),
+        callbacks=[_Bar(progress, step_tokens), _Checkpoints()],
+    )
+    trainer.remove_callback(PrinterCallback)
+    initial = {name: tensor.clone().cpu() for name, tensor in distillation.state_dict().items()}
+    before = trainer.evaluate()["eval_loss"]
+    checkpoint = last_checkpoint(folder)
+    done = 0 if checkpoint is None else int(checkpoint.name.partition("-")[2])
+    started = _now(device)
+    with deterministic(warn_only=True):
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    seconds = _now(device) - started
+    state = trainer.state
+    evaluated = [row for row in state.log_history if "eval_loss" in row]
+    best = min(evaluated, key=lambda row: row["eval_loss"])
+    best_step, best_loss = best["step"], best["eval_loss"]
+    if before <= best_loss:  # so written that equal losses keep what was there
+        best_step, best_loss = 0, before
+        if settings.keep == "best":
+            distillation.load_state_dict(initial, strict=False)
+    return Trained(
+        steps=steps,
+        tokens=steps * step_tokens,
+        passes=steps * step_tokens / blocks.tokens.numel(),
+        held_out_before=before,
+        held_out_best=best_loss,
+        held_out_last=evaluated[-1]["eval_loss"],
+        best_step=best_step,
+        kept_step=best_step if settings.keep == "best" else steps,
+        seconds=seconds,
+        tokens_per_second=(steps - done) * step_tokens / seconds,
+        curve=list(_curve(state.log_history, step_tokens)),
+    )
+
+
+def _curve(history: list[dict[str, float]], step_tokens: int) -> Iterator[dict[str, float]]:
+    names = {"loss": "kl", "eval_loss": "held_out_kl", "learning_rate": "rate", "grad_norm": "gradient_norm"}
+    for row in history:
+        found = {new: row[name] for name, new in names.items() if name in row}
+        if found:
+            yield {"step": row["step"], "tokens": row["step"] * step_tokens, **found}
