@@ -31,7 +31,9 @@ from mha2mla.flags import (
     load_recipe,
     torch_dtype,
 )
+from mha2mla.healing import settings as healing
 from mha2mla.terminal import announce, forgiving_streams
+from mha2mla.texts import check_text
 
 # Errors that a user can correct: bad arguments, missing files, an extra that is not installed. Any other error is a
 # fault of this package and keeps its traceback.
@@ -92,6 +94,88 @@ def convert(
     print(found)
     if record is not None:
         write_output(record, report("conversion"), partial(copyfile, Path(found.destination) / RECORD_FILE))
+
+
+@app.command
+def heal(
+    source: str,
+    converted: str,
+    destination: str,
+    /,
+    *,
+    preset: healing.PresetName = "standard",
+    minutes: float | None = None,
+    tokens: int | None = None,
+    train: healing.Trained = "attention",
+    rate: float = 1e-4,
+    latent_rate: float | None = None,
+    lora_rank: int = 16,
+    text: str = healing.DEFAULT_TEXT,
+    text_tokens: int | None = None,
+    length: int | None = None,
+    long_length: int | None = None,
+    long_share: float = 0.2,
+    batch_tokens: int | None = None,
+    tokens_at_once: int | None = None,
+    checkpointing: healing.Checkpointing = "auto",
+    keep: healing.Keep = "best",
+    seed: int = 0,
+    device: Device = None,
+    dtype: Dtype | None = None,
+    overwrite: bool = False,
+    resume: Literal["auto", "never"] = "auto",
+    json: Json = None,
+) -> None:
+    """Trains a converted checkpoint towards the predictions of its source.
+
+        mha2mla heal path/to/llama path/to/llama-mla path/to/llama-healed --minutes 15
+
+    Args:
+        source: folder or hub id of the MHA/GQA checkpoint; never written to.
+        converted: folder or hub id of a conversion of it; never written to.
+        destination: folder to write; appears whole or not at all.
+        preset: quick, standard or long, for 5, 15 or 480 minutes of training, with their text, windows and batches.
+        minutes: of training on this machine; default the preset's.
+        tokens: to train on, at most; alone in place of minutes.
+        train: attention, lora (adapters of attention's projections, merged at the end) or all weights.
+        rate: learning rate.
+        latent_rate: of the maps to and from the latent; default as rate.
+        lora_rank: of an adapter.
+        text: generated, which the source writes at temperature 1, a file, or names of texts joined by +.
+        text_tokens: different tokens of text, at most; more training passes over them again.
+        length: tokens of a short window.
+        long_length: tokens of a long window, a multiple of length.
+        long_share: share of the tokens that stand in long windows.
+        batch_tokens: of an optimizer step.
+        tokens_at_once: of a pass, as memory allows.
+        checkpointing: whether activations are recomputed to save memory; auto does where hidden states are wide.
+        keep: weights with the best loss on held-out windows, or the last ones.
+        seed: of text, order and adapters.
+        dtype: of the written weights; default those of the conversion.
+        overwrite: replace a destination that is empty or converted.
+        resume: auto goes on from the last checkpoint of a killed run, never discards it.
+    """
+    record = report_file(json, "healing", source, converted, made=destination)
+    given = {
+        "minutes": minutes, "tokens": tokens, "train": train, "rate": rate, "latent_rate": latent_rate,
+        "lora_rank": lora_rank, "text_tokens": text_tokens, "length": length, "long_length": long_length,
+        "long_share": long_share, "batch_tokens": batch_tokens, "tokens_at_once": tokens_at_once,
+        "checkpointing": checkpointing, "keep": keep, "seed": seed,
+    }  # fmt: skip
+    healing.Settings.of(preset, **given)
+    check_text(text)
+    find_checkpoint(source, "source")
+    find_converted(converted, "converted")
+    from mha2mla.environment import collect_environment
+    from mha2mla.eval.report import write_json
+    from mha2mla.healing.run import heal as run
+
+    options = {"device": device, "dtype": torch_dtype(dtype), "overwrite": overwrite, "resume": resume}
+    found = run(source, converted, destination, preset=preset, text=text, **options, **given)
+    print(found)
+    if record is not None:
+        values = found.to_dict()
+        write_json(record, kind="healing", rows=values.pop("rows"), environment=collect_environment(), **values)
 
 
 @app.command

@@ -284,13 +284,22 @@ def _compare(
     progress: bool,
 ) -> Iterator[dict[str, Any]]:
     """A row for each text of the record: source, converted and healed model in float32, streamed."""
-    found = [(record.get(f"{kind}evaluation_text"), record.get(f"{kind}evaluation_length")) for kind in ("", "long_")]
-    texts = [(text, length) for text, length in found if text and length and "token windows" not in text]
+    texts = [
+        (
+            record[f"{kind}evaluation_text"],
+            (length := record[f"{kind}evaluation_length"]),
+            parity["tokens"] // (length - 1),
+        )
+        for kind in ("", "long_")
+        if (parity := record.get(f"{kind}parity")) and "token windows" not in record[f"{kind}evaluation_text"]
+    ]
     if device.type == "cuda":
         torch.cuda.empty_cache()
     source_model = source.model(device, torch.float32)
-    for text, length in texts or [(EVALUATION_TEXT, _EVALUATION_LENGTH)]:
-        held_out = HeldOut.of(source, text, length, max(EVALUATION_TOKENS, length))
+    for text, length, windows in texts or [
+        (EVALUATION_TEXT, _EVALUATION_LENGTH, EVALUATION_TOKENS // _EVALUATION_LENGTH)
+    ]:
+        held_out = HeldOut.of(source, text, length, windows * length)
         before, after = (
             compare(
                 source_model, each.model(device, torch.float32), held_out.tokens,

@@ -14,6 +14,7 @@ from mha2mla.texts import GENERATED
 PresetName = Literal["quick", "standard", "long"]
 Trained = Literal["attention", "lora", "all"]
 Keep = Literal["best", "last"]
+Checkpointing = Literal["auto", "always", "never"]
 # By time: a laptop's GPU, one H200, a night. tokens_at_once is what a pass holds in memory.
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -50,7 +51,8 @@ class Settings:
         long_share: share of the tokens that stand in long windows.
         batch_tokens: of an optimizer step, in whole passes.
         tokens_at_once: of a forward and backward pass, in whole long windows.
-        checkpointing: recompute activations in the backward pass; None: where hidden states are 2048 wide or wider.
+        checkpointing: whether the backward pass recomputes activations; "auto" where hidden states have 2048 elements
+            or more.
         keep: the weights with the smallest loss on held-out windows, or the last ones.
         seed: of text, order and adapters.
 
@@ -71,13 +73,14 @@ class Settings:
     latent_rate: float | None = None
     lora_rank: int = 16
     long_share: float = 0.2
-    checkpointing: bool | None = None
+    checkpointing: str = "auto"
     keep: str = "best"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, words in (("train", get_args(Trained)), ("keep", get_args(Keep))):
-            if (value := getattr(self, name)) not in words:
+        for name, kind in (("train", Trained), ("keep", Keep), ("checkpointing", Checkpointing)):
+            value, words = getattr(self, name), get_args(kind)
+            if value not in words:
                 close = did_you_mean(value, words)
                 raise ValueError(f"{name} is {value!r:.80}; expected one of {', '.join(map(repr, words))}{close}")
         for name in ("tokens", "text_tokens", "length", "long_length", "batch_tokens", "tokens_at_once", "lora_rank"):

@@ -74,10 +74,8 @@ def load_models(source: Path, converted: Path, device: torch.device, settings: S
     for _, parameter in _adapted(student):  # merging in bfloat16 would round twice
         parameter.data = parameter.data.float()
     student.to(device)
-    recomputes = settings.checkpointing
-    if recomputes is None:
-        recomputes = student.config.hidden_size >= _WIDE
-    if recomputes:
+    wide = student.config.hidden_size >= _WIDE
+    if settings.checkpointing == "always" or (settings.checkpointing == "auto" and wide):
         student.gradient_checkpointing_enable({"use_reentrant": False})
     return Models(student, teacher, adapted, shared)
 

@@ -165,6 +165,7 @@ def describe_text(blocks: TokenBlocks, vocabulary: int) -> dict[str, Any]:
     }
 
 
+@torch.inference_mode()
 def source_perplexity(source: torch.nn.Module, blocks: TokenBlocks) -> float:
     """Perplexity of the source on the first windows of each length, at most 32,768 tokens of each."""
     predictor, total, count = Predictor(source), 0.0, 0

@@ -1,0 +1,340 @@
+"""Healing of tiny models: the loss falls, attention alone changes, and a run that was cut off ends as any other."""
+
+import json
+import os
+import shutil
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import mha2mla
+from mha2mla.checkpoints import CheckpointError
+from mha2mla.conversion.result.writer import DestinationError
+from mha2mla.conversion.resume import ResumeError
+from mha2mla.eval.inspection import verify_weights
+from mha2mla.healing import run, student, training
+from tests.conversion import tiny
+from tests.conversion.tiny import SHORT
+from tests.few import few
+
+LATENT = {"layout": "latent", "cache_ratio": 0.25, **SHORT}
+SMALL = {"tokens": 1280, "batch_tokens": 128, "tokens_at_once": 64, "rate": 3e-3}  # ten steps of two passes
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("MHA2MLA_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A source and a conversion of it."""
+    folder = tmp_path_factory.mktemp("pair")
+    tiny.checkpoint(folder / "source", "llama")
+    tiny.convert(folder / "source", folder / "converted", LATENT, evaluation="builtin:prose")
+    return folder / "source", folder / "converted"
+
+
+def heal(folders, destination, **keys):
+    keys = {"text": tiny.some_tokens(48, 32), "device": "cpu", "progress": False, **SMALL, **keys}
+    return mha2mla.heal(*folders, destination, **keys)
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_loss_falls_and_attention_alone_changes(folders, tmp_path):
+    before = [files(folder) for folder in folders]
+    report = heal(folders, tmp_path / "out", tokens=6400)
+    assert [files(folder) for folder in folders] == before
+    assert report.trained.held_out_best < 0.9 * report.trained.held_out_before
+    assert (report.trained.steps, report.trained.tokens, report.trained.kept_step > 0) == (50, 6400, True)
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", folders[1]))
+    assert ours.keys() == theirs.keys()
+    same = {name for name in ours if torch.equal(ours[name], theirs[name])}
+    assert {name for name in ours if ".self_attn." not in name} <= same
+    changed = ours.keys() - same
+    assert {name.rpartition("self_attn.")[2] for name in changed} >= {"q_proj.weight", "kv_a_proj.weight", "v_b_proj"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_healed_checkpoint_is_a_conversion_with_both_figures(folders, tmp_path):
+    report = heal(folders, tmp_path / "out", text="builtin:prose", length=32, long_length=32, rate=5e-4, tokens=2560)
+    old, new = (json.loads((folder / "conversion.json").read_text()) for folder in (folders[1], tmp_path / "out"))
+    assert {key: value for key, value in new.items() if key not in ("healing", "weights_sha256")} == {
+        key: value for key, value in old.items() if key != "weights_sha256"
+    }
+    (row,) = new["healing"]["rows"]
+    assert row["kl_after"] < row["kl_before"] == pytest.approx(old["parity"]["kl"], rel=1e-4)
+    assert (row["text"], row["length"]) == ("builtin:prose", old["evaluation_length"])
+    assert new["healing"]["trained"]["curve"][-1]["tokens"] == 2560 and new["healing"]["environment"]["torch"]
+    assert verify_weights(tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "without training" not in card and "## Healing" in card and f"{row['ratio_after']:.4f}" in card
+    assert "attention's weights" in str(report) and "2,560 tokens in 20 steps" in str(report)
+    model, tokenizer = mha2mla.load(tmp_path / "out", device="cpu")
+    ids = tokenizer("Keys and values", return_tensors="pt").input_ids
+    assert torch.isfinite(model(ids).logits).all()
+    again = heal((folders[0], tmp_path / "out"), tmp_path / "twice")  # is a conversion of the source still
+    assert again.trained.steps == 10
+
+
+class Steps:
+    """Counts passes through the loss, and may end the process or raise in one of them."""
+
+    def __init__(self, monkeypatch, at=None, ends=None):
+        self.calls, self.trained_tokens, loss = 0, 0, training.distillation_loss
+
+        def counting(*args, **keys):
+            if torch.is_grad_enabled():
+                self.calls += 1
+                self.trained_tokens += len(args[0])
+                if self.calls == at:
+                    ends()
+            return loss(*args, **keys)
+
+        monkeypatch.setattr(training, "distillation_loss", counting)
+
+
+def test_tokens_are_a_budget_in_whole_steps(folders, tmp_path, monkeypatch):
+    counted = Steps(monkeypatch)
+    assert heal(folders, tmp_path / "out", tokens=1280 + 127).trained.tokens == 1280 == counted.trained_tokens
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def in_a_process(action):
+    """Runs it in a fork. Returns the status."""
+    if (pid := os.fork()) == 0:
+        try:
+            action()
+        finally:
+            os._exit(0)
+    return os.waitpid(pid, 0)[1]
+
+
+def in_a_step(monkeypatch):
+    Steps(monkeypatch, at=13, ends=kill)
+
+
+def in_a_checkpoint(monkeypatch):
+    save = training._Trainer._save_optimizer_and_scheduler
+
+    def half(self, folder):
+        if self.state.global_step == 7:
+            kill()
+        save(self, folder)
+
+    monkeypatch.setattr(training._Trainer, "_save_optimizer_and_scheduler", half)
+
+
+def before_writing(monkeypatch):
+    monkeypatch.setattr(run, "write_healed", lambda *_, **__: kill())
+
+
+def in_the_comparison(monkeypatch):
+    monkeypatch.setattr(run, "compare", lambda *_, **__: kill())
+
+
+@pytest.mark.parametrize(
+    ("ends", "passes"), [(in_a_step, 8), (in_a_checkpoint, 8), (before_writing, 0), (in_the_comparison, 0)]
+)
+def test_a_killed_run_goes_on_to_the_bit(ends, passes, folders, tmp_path, monkeypatch):
+    heal(folders, tmp_path / "whole")
+
+    def killed():
+        with pytest.MonkeyPatch.context() as patch:
+            ends(patch)
+            heal(folders, tmp_path / "out")
+
+    assert in_a_process(killed) == signal.SIGKILL
+    assert not (tmp_path / "out").exists()
+    counted = Steps(monkeypatch)
+    report = heal(folders, tmp_path / "out")
+    assert counted.calls == passes, "checkpoints are made after every step here"
+    assert report.trained.steps == 10
+    whole, out = tmp_path / "whole" / "model.safetensors", tmp_path / "out" / "model.safetensors"
+    assert whole.read_bytes() == out.read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+
+
+def test_other_settings_do_not_go_on(folders, tmp_path, monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        Steps(patch, at=13, ends=interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            heal(folders, tmp_path / "out")
+    with pytest.raises(ResumeError, match=r"checkpoint-6 .* differs in settings.rate \(0.003 there, 0.001 now\)"):
+        heal(folders, tmp_path / "out", rate=1e-3)
+    counted = Steps(monkeypatch)
+    heal(folders, tmp_path / "out", rate=1e-3, resume="never")
+    assert counted.calls == 20
+
+
+def test_a_rate_too_large_keeps_the_conversion(folders, tmp_path):
+    report = heal(folders, tmp_path / "out", rate=1.0, tokens=256)
+    assert report.trained.kept_step == report.trained.best_step == 0
+    assert report.trained.held_out_last > report.trained.held_out_before == report.trained.held_out_best
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", folders[1]))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    last = heal(folders, tmp_path / "last", rate=1.0, tokens=256, keep="last")
+    assert last.trained.kept_step == 2 and last.rows[0]["kl_after"] > last.rows[0]["kl_before"]
+
+
+def test_a_full_rank_conversion_stays(folders, tmp_path):
+    tiny.convert(folders[0], tmp_path / "full", {**LATENT, "cache_ratio": 1.0}, evaluation="builtin:prose")
+    report = heal((folders[0], tmp_path / "full"), tmp_path / "out", rate=1e-4, keep="last")
+    assert abs(report.rows[0]["ratio_after"] - 1) < 1e-3
+
+
+CASES = {
+    "biases": ("qwen2", {}, {"layout": "shared"}),
+    "qk-norm, ranks by layer": ("qwen3", {}, {"layout": "latent", "latent.ranks": [16, 24]}),
+    "windows": ("mistral", {"sliding_window": 9}, {"layout": "per-group", "cache_ratio": 0.375}),
+    "experts": ("mixtral", tiny.CASES["mixtral"][1], {"layout": "latent"}),
+    "tied": ("llama", {"tie_word_embeddings": True}, {"layout": "latent"}),
+    "two tables": ("gemma3_text", tiny.CASES["gemma3"][1], {"layout": "latent"}),
+}
+
+
+@few("case", CASES, 4)
+def test_layouts_and_families(case, tmp_path):
+    family, keys, recipe = CASES[case]
+    tiny.checkpoint(tmp_path / "source", family, **keys)
+    ratio = {} if "latent.ranks" in recipe else {"cache_ratio": 0.25}
+    windows = tiny.some_tokens(2, 32)
+    tiny.convert(tmp_path / "source", tmp_path / "converted", {**SHORT, **ratio, **recipe}, evaluation=windows)
+    few_windows = tiny.some_tokens(4, 32).repeat(12, 1)  # what is held out is trained on, too
+    keys = {"text": few_windows, "tokens": 2560, "rate": 1e-3, "keep": "last"}
+    report = heal((tmp_path / "source", tmp_path / "converted"), tmp_path / "out", **keys)
+    assert report.trained.held_out_last < 0.8 * report.trained.held_out_before
+    assert report.rows[0]["text"] == "builtin:prose", "the conversion was compared on token windows"
+
+
+def test_all_weights(folders, tmp_path):
+    report = heal(folders, tmp_path / "out", train="all", rate=1e-3)
+    assert report.trained_parameters == report.parameters and not report.shared_parameters
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", folders[1]))
+    assert not torch.equal(ours["model.layers.0.mlp.up_proj.weight"], theirs["model.layers.0.mlp.up_proj.weight"])
+
+
+def test_experts_are_not_trained(tmp_path):
+    tiny.checkpoint(tmp_path / "source", "mixtral", **tiny.CASES["mixtral"][1])
+    tiny.convert(tmp_path / "source", tmp_path / "converted", LATENT, evaluation=tiny.some_tokens(2, 32))
+    with pytest.raises(ValueError, match="train is 'all' and source is a mixtral; expected 'attention'"):
+        heal((tmp_path / "source", tmp_path / "converted"), tmp_path / "out", train="all")
+
+
+def test_lora_is_merged(folders, tmp_path):
+    pytest.importorskip("peft")
+    report = heal(folders, tmp_path / "out", train="lora", lora_rank=4, rate=1e-2, tokens=2560)
+    assert report.trained.held_out_best < report.trained.held_out_before
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", folders[1]))
+    assert ours.keys() == theirs.keys()
+    changed = {name for name in ours if not torch.equal(ours[name], theirs[name])}
+    assert {name.rpartition("self_attn.")[2] for name in changed} == {
+        "q_proj.weight", "kv_a_proj.weight", "k_rope_proj.weight", "o_proj.weight"
+    }  # fmt: skip
+
+
+def test_masked_tokens_are_not_learnt(folders, tmp_path):
+    """Windows whose second halves are masked train as windows of their first halves do."""
+    text = tiny.some_tokens(48, 32)
+    weights = torch.zeros(48, 32)
+    weights[:, :16] = 5
+    keys = {"tokens": 128, "keep": "last"}
+    masked = heal(folders, tmp_path / "masked", text=text, token_weights=weights, **keys)
+    other = text.clone()
+    other[:, 17:] = tiny.some_tokens(48, 32)[:, 17:].flip(0)  # the last token of a half predicts, and is seen
+    heal(folders, tmp_path / "other", text=other, token_weights=weights, **keys)
+    ours, same = (load_file(tmp_path / name / "model.safetensors") for name in ("masked", "other"))
+    assert masked.trained.steps == 1
+    assert all(torch.equal(ours[name], same[name]) for name in ours)
+
+
+def test_what_is_no_conversion_of_the_source_is_refused(folders, tmp_path):
+    source, converted = folders
+    tiny.checkpoint(tmp_path / "other", "llama", seed=1)
+    with pytest.raises(CheckpointError, match="no conversion of source .*model.safetensors is not the file that its"):
+        heal((tmp_path / "other", converted), tmp_path / "out")
+    with pytest.raises(ValueError, match="has model_type 'llama'; expected 'mha2mla'"):
+        heal((source, source), tmp_path / "out")
+    unnamed = tmp_path / "unnamed"
+    shutil.copytree(converted, unnamed)
+    record = json.loads((unnamed / "conversion.json").read_text())
+    del record["source_sha256"]  # of an earlier version
+    (unnamed / "conversion.json").write_text(json.dumps(record))
+    with pytest.raises(CheckpointError, match="no conversion of source .*: .* differs"):
+        heal((tmp_path / "other", unnamed), tmp_path / "out")
+    assert heal((source, unnamed), tmp_path / "out", tokens=128).trained.steps == 1
+    (unnamed / "conversion.json").unlink()
+    with pytest.raises(CheckpointError, match="has no conversion.json"):
+        heal((source, unnamed), tmp_path / "none")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out", "unnamed"]
+
+
+def test_bad_arguments_are_refused_by_name(folders, tmp_path):
+    windows = tiny.some_tokens(48, 32)
+    for keys, named in (
+        ({"preset": "quik"}, "preset is 'quik'; expected .*did you mean 'quick'"),
+        ({"train": "mlp"}, "train is 'mlp'; expected one of 'attention', 'lora', 'all'"),
+        ({"rte": 1e-4}, "'rte' is no setting of healing; did you mean 'rate'"),
+        ({"rate": 0.0}, "rate is 0.0; expected a number above 0"),
+        ({"tokens": 0}, "tokens is 0; expected a whole number"),
+        ({"text": "builtin:proze"}, "did you mean 'builtin:prose'"),
+        ({"resume": "no"}, "resume is 'no'"),
+        ({"text": windows + 1000}, "calibration has token"),
+        ({"token_weights": torch.ones(3, 32)}, r"token_weights is \(3, 32\); expected \(48, 32\)"),
+        ({"device": "meta"}, "device is 'meta'"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            heal(folders, tmp_path / "out", **{"text": windows, **keys})
+    with pytest.raises(DestinationError, match="overlap"):
+        heal(folders, folders[1] / "out")
+    with pytest.raises(DestinationError, match="exists"):
+        heal(folders, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_frozen_weights_are_the_teachers_memory(folders):
+    settings = run.Settings.of("quick", tokens=128, length=32, long_length=32)
+    models = student.load_models(*folders, torch.device("cpu"), settings)
+    frozen = {name: each for name, each in models.student.named_parameters() if ".self_attn." not in name}
+    theirs = dict(models.teacher.named_parameters())
+    assert frozen and {name: each.data_ptr() for name, each in frozen.items()} == {
+        name: theirs[name].data_ptr() for name in frozen
+    }
+    assert models.shared >= frozen.keys() and not any(each.requires_grad for each in frozen.values())
+    assert all(each.requires_grad for name, each in models.student.named_parameters() if ".self_attn." in name)
+
+
+def test_rates_of_latent_maps(folders):
+    settings = run.Settings.of("quick", tokens=128, length=32, long_length=32, rate=1e-4, latent_rate=1e-3)
+    models = student.load_models(*folders, torch.device("cpu"), settings)
+    names = {id(each): name for name, each in models.student.named_parameters()}
+    groups = student.parameter_groups(models.student, settings)
+    found = {group["lr"]: {names[id(each)].split(".")[4] for each in group["params"]} for group in groups}
+    assert found == {1e-4: {"q_proj", "o_proj"}, 1e-3: {"kv_a_proj", "v_b_proj", "k_rope_proj"}}
+
+
+def test_half_precision_trains_in_float32(folders, tmp_path):
+    """Weights that the checkpoint stores in bfloat16 are float32 while they are trained, and bfloat16 when written."""
+    half = tmp_path / "half"
+    tiny.convert(folders[0], half, LATENT, evaluation="builtin:prose", dtype=torch.bfloat16)
+    settings = run.Settings.of("quick", tokens=128, length=32, long_length=32)
+    models = student.load_models(folders[0], half, torch.device("cpu"), settings)
+    assert {each.dtype for each in models.student.parameters() if each.requires_grad} == {torch.float32}
+    heal((folders[0], half), tmp_path / "out")
+    stored = {name: each.dtype for name, each in load_file(half / "model.safetensors").items()}
+    assert {name: each.dtype for name, each in load_file(tmp_path / "out" / "model.safetensors").items()} == stored
+    heal((folders[0], half), tmp_path / "wide", dtype=torch.float32)
+    wide = load_file(tmp_path / "wide" / "model.safetensors")
+    assert {each.dtype for each in wide.values()} == {torch.float32}
+    assert json.loads((tmp_path / "wide" / "config.json").read_text())["dtype"] == "float32"

@@ -1,0 +1,87 @@
+"""Text of healing: shares of windows, what is held out, what is written once."""
+
+import pytest
+import torch
+
+from mha2mla.conversion.calibration.blocks import TokenBlocks
+from mha2mla.conversion.resume import WorkFolder
+from mha2mla.conversion.source.opening import open_source
+from mha2mla.healing import text
+from mha2mla.healing.settings import Settings
+from tests.conversion import tiny
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return open_source(tiny.checkpoint(tmp_path_factory.mktemp("text") / "source", "llama"))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MHA2MLA_CACHE", str(tmp_path / "cache"))
+
+
+SETTINGS = Settings.of("quick", tokens=1024, length=16, long_length=64, long_share=0.25)
+
+
+def made(source, name, tmp_path, tokens=1024, settings=SETTINGS):
+    work = WorkFolder(tmp_path / "work", {})
+    options = {"digests": {}, "work": work, "progress": False}
+    return text.training_text(source, name, settings, tokens, torch.device("cpu"), **options)
+
+
+def test_the_source_writes_short_and_long_windows_once(source, tmp_path, monkeypatch):
+    calls, write = [], text.generate_windows
+
+    def counting(model, tokenizer, length, count, **keys):
+        calls.append((length, count, keys["row"]))
+        return write(model, tokenizer, length, count, **keys)
+
+    monkeypatch.setattr(text, "generate_windows", counting)
+    blocks = made(source, "generated", tmp_path)
+    assert calls == [(64, 4, 64), (16, 48, 512)], "a long window is one continuation"
+    assert blocks.lengths == (16,) * 12 + (64,) * 4 and blocks.tokens.shape == (16, 64)
+    again = made(source, "generated", tmp_path)
+    assert len(calls) == 2 and torch.equal(again.tokens, blocks.tokens) and again.lengths == blocks.lengths
+
+
+def test_a_named_text_has_every_token_once(source, tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("".join(map(chr, range(0x100, 0x100 + 600))))  # every two bytes another character
+    blocks = made(source, str(path), tmp_path, tokens=1 << 20)
+    windows = [row for block, length in zip(blocks.tokens, blocks.lengths, strict=True) for row in block.split(length)]
+    assert all(row[0] == 0 for row in windows), "the tokenizer's start token"
+    assert 0.2 < blocks.lengths.count(64) / len(blocks) < 0.3
+    pairs = [tuple(pair) for row in windows for pair in row[1:].unfold(0, 4, 4).tolist()]
+    assert len(set(pairs)) == len(pairs)
+
+
+def test_generated_and_named_text_share_the_tokens(source, tmp_path):
+    blocks = made(source, "generated+builtin:prose", tmp_path)
+    prose = made(source, "builtin:prose", tmp_path, tokens=512)
+    rows = {tuple(row) for row in blocks.tokens.tolist()}
+    assert sum(tuple(row) in rows for row in prose.tokens.tolist()) == len(prose) == len(blocks) / 2
+
+
+def test_held_out_blocks_are_no_others(source):
+    blocks = TokenBlocks(torch.arange(60 * 8).view(60, 8), (4,) * 40 + (8,) * 20)
+    train, held = text.hold_out(blocks)
+    assert held.lengths == (4, 4, 8) and len(train) == 57
+    assert sorted([*train.tokens.flatten().tolist(), *held.tokens.flatten().tolist()]) == list(range(480))
+    with pytest.raises(ValueError, match="text has 2 blocks of 8 tokens; expected two of a length"):
+        text.hold_out(TokenBlocks(torch.zeros(2, 8, dtype=torch.int64), (4, 8)))
+
+
+def test_description_counts_tokens_and_grams():
+    blocks = TokenBlocks(torch.tensor([[1, 2, 3, 4, 1, 2, 3, 4], [5] * 8]), (4, 8))
+    found = text.describe_text(blocks, 152_064)
+    assert (found["unique_tokens"], found["tokens_by_window"]) == (16, {4: 8, 8: 8})
+    assert found["distinct_4grams"] == 5 / 10  # 1234 2341 3412 4123 and 5555
+
+
+def test_perplexity_of_the_source(source):
+    model = tiny.model("llama")
+    blocks = TokenBlocks(tiny.some_tokens(2, 32), (32, 32))
+    with torch.inference_mode():
+        expected = model(blocks.tokens, labels=blocks.tokens).loss.exp().item()
+    assert text.source_perplexity(model, blocks) == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,67 @@
+"""The order of blocks, the budget in minutes, checkpoints that were not finished."""
+
+import json
+
+import pytest
+import torch
+
+from mha2mla.healing import training
+from mha2mla.healing.settings import PRESETS, Settings
+from mha2mla.healing.student import load_models
+from mha2mla.healing.training import Distillation, last_checkpoint, passes, tokens_in
+from tests.healing.test_run import folders  # noqa: F401  a fixture
+
+
+def test_a_pass_has_every_block_once():
+    order = passes(7, 20, seed=3)
+    assert sorted(order[:7]) == sorted(order[7:14]) == list(range(7)) and len(set(order[14:])) == 6
+    assert order[:7] != order[7:14] and order == passes(7, 20, seed=3) != passes(7, 20, seed=4)
+
+
+def test_minutes_become_tokens_by_the_clock(folders, monkeypatch):  # noqa: F811
+    settings = Settings.of("quick", minutes=2.0, length=32, long_length=32, batch_tokens=64, tokens_at_once=64)
+    distillation = Distillation(load_models(*folders, torch.device("cpu"), settings), None)
+    clock = iter([10.0, 16.0])  # three passes of 64 tokens in six seconds
+    monkeypatch.setattr(training, "_now", lambda _: next(clock))
+    before = {name: each.clone() for name, each in distillation.state_dict().items()}
+    assert tokens_in(2.0, distillation, settings, 258) == 120 / 2 * 64
+    assert all(torch.equal(before[name], each) for name, each in distillation.state_dict().items())
+    assert all(each.grad is None for each in distillation.parameters())
+
+
+def test_state_is_the_trained_weights(folders):  # noqa: F811
+    settings = Settings.of("quick", tokens=64, length=32, long_length=32)
+    distillation = Distillation(load_models(*folders, torch.device("cpu"), settings), None)
+    state = distillation.state_dict()
+    assert state and all(name.startswith("student.model.layers.") and ".self_attn." in name for name in state)
+    assert not any(name.endswith("inv_freq") for name in state)
+
+
+def test_windows_of_several_lengths_are_one_mean(folders):  # noqa: F811
+    settings = Settings.of("quick", tokens=64, length=16, long_length=32)
+    distillation = Distillation(load_models(*folders, torch.device("cpu"), settings), None)
+    ids = torch.randint(2, 258, (3, 32))
+    lengths = torch.tensor([16, 32, 16])
+    alone = [distillation(ids[row : row + 1], lengths[row : row + 1])["loss"] for row in range(3)]
+    torch.testing.assert_close(distillation(ids, lengths)["loss"], sum(alone) / 3)
+
+
+def test_a_checkpoint_without_its_end_is_none(tmp_path):
+    for step, sizes in ((1, {"a": 1}), (2, {"a": 1}), (3, {"a": 2}), (4, None)):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        (folder / "a").write_text("x")
+        if sizes is not None:
+            (folder / "complete.json").write_text(json.dumps(sizes))
+    assert last_checkpoint(tmp_path).name == "checkpoint-2"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-2"]
+    assert last_checkpoint(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_are_whole_passes(preset):
+    settings = Settings.of(preset)
+    assert settings.step_tokens == settings.batch_tokens
+    assert settings.pass_tokens % settings.long_length == 0 == settings.batch_tokens % settings.pass_tokens
+    short = Settings.of(preset, context=256)
+    assert (short.length, short.long_length) == (256, 256) and short.step_tokens == short.batch_tokens
