@@ -63,6 +63,22 @@ def test_convert_inspect_and_evaluate(tiny_source, tmp_path, capsys):
     assert written["environment"]["torch"]
 
 
+def test_heal(tiny_source, tiny_converted, tmp_path, capsys):
+    small = ("--length", 32, "--long-length", 32, "--batch-tokens", 128, "--tokens-at-once", 64, "--device", "cpu")
+    small += ("--text", "builtin:prose", "--tokens", 384)
+    command = ("heal", tiny_source, tiny_converted, tmp_path / "healed", *small)
+    assert run(*command, "--json", tmp_path / "healing.json") == 0
+    shown = capsys.readouterr().out
+    names = [line.partition(":")[0] for line in shown.splitlines()]
+    assert names == ["perplexity", "held-out KL", "trained", "speed", "cache", "written to", "load with"]
+    written = json.loads((tmp_path / "healing.json").read_text())
+    assert written["kind"] == "healing" and written["trained"]["tokens"] == 384
+    assert written["rows"] == json.loads((tmp_path / "healed" / "conversion.json").read_text())["healing"]["rows"]
+    assert run(*command) == 2 and "exists" in capsys.readouterr().err
+    assert run("inspect", tmp_path / "healed", "--verify") == 0
+    assert "healed" in capsys.readouterr().out
+
+
 def test_a_wrong_latency_row_is_exit_code_1(tiny_source, tiny_converted, tmp_path, capsys, monkeypatch):
     from mha2mla.eval import op_latency
 

@@ -67,7 +67,7 @@ class Inspection:
     """A converted checkpoint as rows and values of JSON.
 
     Attributes:
-        summary: source, layers, bytes per token, parameters and bytes of weights, schema, recipe.
+        summary: source, layers, bytes per token, parameters and bytes of weights, schema, healing if any, recipe.
         geometries: one row per run of layers with the same geometry, and what serves it on CUDA (a Hopper where this
             machine has no GPU).
         cache: a row per batch and length: ``source_cache_bytes``, ``cache_bytes`` (all sequences, all layers), the same
@@ -144,6 +144,7 @@ def inspect_checkpoint(
     with damage_named(f"{RECORD_FILE} of {folder!r} is no record of a conversion"):
         record = _record(folder)
         measured, run, layers = measured_rows(record), _run(record), [dict(row) for row in record.get("rows", [])]
+        healed = {"healed": _healing(record["healing"])} if "healing" in record else {}
     summary = {
         "source": record.get("source_name") or config.source_config.get("_name_or_path") or None,
         "source model_type": config.source_config.get("model_type"),
@@ -160,6 +161,7 @@ def inspect_checkpoint(
         "bytes of weights, as stored": stored,
         "calibrated length": _calibrated_length(config, record),
         "schema version": config.schema_version,
+        **healed,
         **flat({"recipe": config.recipe or {}}),
     }
     return Inspection(
@@ -232,6 +234,13 @@ def _cache_ratio(config: MHA2MLAConfig) -> str:
         for each in (layers, [layer.with_stored_keys for layer in layers])
     )
     return f"{alone:.2f}" + ("" if config.has_rope_cache else f", {kept:.2f} with rotary keys kept")
+
+
+def _healing(record: Mapping[str, Any]) -> str:
+    """Training after the conversion, whose own figures are in ``measured``."""
+    ratios = [f"{row['ratio_after']:.4f} on {row['text']}, {row['length']}" for row in record["rows"]]
+    what, trained = record["settings"]["train"], record["trained"]
+    return f"{what} on {trained['tokens']:,} tokens; perplexity ratio {'; '.join(ratios)}"
 
 
 def _geometries(config: MHA2MLAConfig, dtype: torch.dtype) -> list[dict[str, Any]]:

@@ -244,6 +244,23 @@ def test_lora_is_merged(folders, tmp_path):
     }  # fmt: skip
 
 
+def test_merged_adapters_are_the_unmerged(folders):
+    pytest.importorskip("peft")
+    settings = run.Settings.of("quick", tokens=128, length=32, long_length=32, train="lora", lora_rank=4)
+    models = student.load_models(*folders, torch.device("cpu"), settings)
+    trained = [each for each in models.student.parameters() if each.requires_grad]
+    with torch.no_grad():
+        for each in trained:
+            each.normal_(std=0.3)
+        ids = tiny.some_tokens()
+        unmerged, source = models.student(ids).logits, models.teacher(ids).logits
+        merged = models.trained()
+        assert tiny.relative(models.student(ids).logits, unmerged) < 1e-5 < tiny.relative(unmerged, source)
+    stored = load_file(folders[1] / "model.safetensors")
+    assert {name: each.shape for name, each in merged.items()} == {name: stored[name].shape for name in merged}
+    assert len(merged) == 2 * 4 and not any(torch.equal(each, stored[name]) for name, each in merged.items())
+
+
 def test_masked_tokens_are_not_learnt(folders, tmp_path):
     """Windows whose second halves are masked train as windows of their first halves do."""
     text = tiny.some_tokens(48, 32)
