@@ -166,6 +166,7 @@ def heal(
     check_text(text)
     find_checkpoint(source, "source")
     find_converted(converted, "converted")
+    announce(f"healing {converted}", thread_hint(device))
     from mha2mla.environment import collect_environment
     from mha2mla.eval.report import write_json
     from mha2mla.healing.run import heal as run

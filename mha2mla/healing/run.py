@@ -163,7 +163,6 @@ def heal(
                 **counts,
             )
             write_record(opened, record, report, collect_environment(place.index or 0), folder)
-            check_unchanged(opened_source.folder, files)
     return report
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,11 @@ from transformers import AutoModelForCausalLM
 from mha2mla.conversion.calibration.blocks import TokenBlocks, Windows, listed
 from mha2mla.conversion.calibration.generated_text import PIECES, ROW, generate_windows
 from mha2mla.conversion.calibration.windows import calibration_windows
-from mha2mla.conversion.resume import WorkFolder, code_hash, tensor_hash
+from mha2mla.conversion.result.writer import DestinationError
+from mha2mla.conversion.resume import WorkFolder, code_hash, read_piece, tensor_hash, write_piece
 from mha2mla.conversion.source.opening import Source
-from mha2mla.environment import device_name, installed_version, usual_dtype
+from mha2mla.environment import cache_folder, device_name, installed_version, usual_dtype
 from mha2mla.healing.settings import Settings
-from mha2mla.pipeline.prepare import KeptText
 from mha2mla.predictions import Predictor, perplexity, windows_at_once
 from mha2mla.texts import GENERATED, mixed_windows, start_tokens, text_identity
 
@@ -111,25 +114,25 @@ def _written(
     Long windows are one continuation; short ones of rows as calibration writes them.
     """
     per_block = settings.long_length // settings.length
-    asked = {settings.long_length: blocks[0], settings.length: blocks[1] * per_block}
+    counts = {settings.long_length: blocks[0], settings.length: blocks[1] * per_block}
+    asked = {length: count for length, count in counts.items() if count}
     machine = [device_name(device), torch.__version__, installed_version("transformers"), code_hash()]
-    kept = KeptText(["healing", dict(digests), machine, sorted(asked.items()), settings.seed])
-    if (found := kept.read()) is not None:
-        return [found.tokens[: blocks[0]], found.tokens[blocks[0] :].reshape(-1, settings.length)]
+    request = json.dumps(["healing", dict(digests), machine, sorted(asked.items()), settings.seed], sort_keys=True)
+    kept = cache_folder() / "texts" / f"{hashlib.sha256(request.encode()).hexdigest()}.safetensors"
+    if (found := read_piece(kept, kept.stem)) is not None:
+        return [found[0][str(length)] for length in asked]
     model = AutoModelForCausalLM.from_pretrained(source.folder, dtype=usual_dtype(device), trust_remote_code=False)
     model = model.eval().to(device)
-    made = []
+    made = {}
     for length, count in asked.items():
-        if not count:
-            made.append(torch.empty(0, length, dtype=torch.int64))
-            continue
         row = length if length > settings.length else ROW
         options = {"seed": settings.seed + length, "row": row, "progress": progress, "work": work}
-        made.append(generate_windows(model, tokenizer, length, count, **options))
-    # Long blocks first: only this module reads the file.
-    kept.write(TokenBlocks(torch.cat([part.reshape(-1, settings.long_length) for part in made]), ()))
+        made[str(length)] = generate_windows(model, tokenizer, length, count, **options)
+    with suppress(DestinationError, OSError):  # a cache that takes no files costs the next run its time alone
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_piece(kept, kept.stem, made)
     work.discard(PIECES)
-    return made
+    return list(made.values())
 
 
 def hold_out(blocks: TokenBlocks) -> tuple[TokenBlocks, TokenBlocks]:
