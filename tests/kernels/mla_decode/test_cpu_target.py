@@ -55,6 +55,7 @@ def run(problem, num_ctas: int, work=None, **how):
 
 SHAPES = [
     Problem(9, 3, 64, 16, (1, 63, 64, 65, 200)),
+    Problem(9, 1, 192, 128, (77, 130)),  # rotary keys kept beside a latent
     Problem(14, 2, 88, 16, (5, 70), page_size=16),
     Problem(40, 40, 64, 8, (70,)),
     Problem(24, 8, 64, 24, (129,), page_size=128),
@@ -74,7 +75,7 @@ LATENT_SHAPES = [
 ]
 
 
-@few("problem", SHAPES, count=5, ids=name)
+@few("problem", SHAPES, count=6, ids=name)
 def test_no_shape_reads_poison_or_drops_heads(problem):
     """Head counts that fill no tile, odd widths, shuffled poisoned pages, one CTA and more CTAs than tiles."""
     for num_ctas in (1, 2, 12):
