@@ -97,14 +97,17 @@ def test_greedy_tokens(case):
     assert out.past_key_values.get_seq_length() == 25 == int(out.past_key_values.layers[1].cache_seqlens[2])
 
 
-def test_a_window_of_one_call():
-    """Pages and recordings are kept from call to call, of calls with the same window."""
-    model, inputs = captured_model(**LARGE), padded(12, 7, 1)
-    limits, kept = {"attention_window": 6, "num_sink_tokens": 2}, []
-    expected = [generate(model, inputs, capture=False, **keys).sequences for keys in ({}, limits)]
-    assert not torch.equal(*expected)
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [("per-group", {"attention_window": 6, "num_sink_tokens": 2}), ("latent", {"rotary_key_cache": "bfloat16"})],
+)
+def test_cache_options_of_one_call(case, options):
+    """Pages and recordings are kept from call to call, of calls with the same options."""
+    model, inputs, kept = captured_model(case, **LARGE), padded(12, 7, 1), []
+    expected = [generate(model, inputs, capture=False, **keys).sequences for keys in ({}, options)]
+    assert torch.equal(*expected) == ("rotary_key_cache" in options)
     for asked in (1, 1, 0, 0, 1):
-        out = generate(model, inputs, **(limits if asked else {}))
+        out = generate(model, inputs, **(options if asked else {}))
         assert torch.equal(out.sequences, expected[asked]) and recordings(out) == 1
         kept.append(weakref.ref(out.past_key_values.captured))
         del out

@@ -128,6 +128,23 @@ def test_a_cache_keeps_its_mode():
             )
 
 
+@torch.no_grad()
+def test_a_layer_by_itself_keeps_keys_at_their_places():
+    """Called without the model, over a cache that holds tokens, it appends through the cache's own ``update``."""
+    model, hidden = models.mla_model("latent no nope").double(), torch.randn(2, 7, 48, dtype=torch.float64)
+    attention, found = model.model.layers[0].self_attn, {}
+    for mode in ("none", "bfloat16"):
+        cache, places = LatentCache(kept(model, mode).config, page_size=16), torch.arange(7)[None]
+        parts = [places[:, :4], places[:, 4:]]
+        out = [attention(hidden[:, p[0]], position_ids=p, past_key_values=cache)[0] for p in parts]
+        found[mode] = torch.cat(out, 1)
+        stored = cache.layers[0].tensors.get("rope_cache")
+    torch.testing.assert_close(found["bfloat16"], found["none"], rtol=1e-12, atol=1e-12)
+    latents = cache.layers[0].tensors["latent_cache"].view(2, 16, -1)[:, :7]
+    expected = attention._rotary_keys(latents, torch.arange(7)[None])
+    torch.testing.assert_close(stored.view(2, 16, 1, -1)[:, :7], expected, rtol=1e-12, atol=1e-12)
+
+
 def test_gradients_pass_through_kept_keys():
     """Of a first call, whose keys are computed where their history is, and put into the cache."""
     model, ids = models.mla_model("latent no nope"), models.tokens(2, 9)
