@@ -26,7 +26,7 @@ from mha2mla.modeling.generation import LatentGenerationMixin
 from mha2mla.modeling.guards import LengthWatch, refuse_gradients
 from mha2mla.modeling.modeling_mha2mla import is_padding_mask, is_recorded
 from mha2mla.modeling.registry import AttentionConstants
-from mha2mla.modeling.served import LayerAttention, what_serves
+from mha2mla.modeling.served import AttentionReport, what_serves
 from mha2mla.modeling.step import AttentionStep
 from mha2mla.modeling.tensor_parallel import tensor_parallel_plan
 from mha2mla.modeling.visibility import check_mask
@@ -283,11 +283,11 @@ class MHA2MLAForCausalLM(
             return torch.device(hook.execution_device)
         return weight.device
 
-    def attention_report(self, query_length: int = 1) -> list[LayerAttention]:
+    def attention_report(self, query_length: int = 1) -> AttentionReport:
         """Backend chosen for each layer, with the reason: in ``generate`` and, for batches, in ``forward_batch``.
 
         Args:
             query_length: new tokens per sequence.
         """
         device, dtype = self._execution_device(), self.model.layers[0].self_attn.v_b_proj.dtype
-        return list(what_serves(self.config, device, dtype, query_length=query_length))
+        return AttentionReport(what_serves(self.config, device, dtype, query_length=query_length))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 
@@ -91,6 +92,23 @@ class LayerAttention:
     def __str__(self) -> str:
         batches = "refused" if self.batch_backend is None else self.batch_backend.name
         return f"{self.form}, {self.backend}; batches: {batches}"
+
+
+class AttentionReport(list[LayerAttention]):
+    """Choices for the layers of a model; printed as a table, with neighbours that are alike in one row."""
+
+    def __str__(self) -> str:
+        rows = [("layers", "generate", "batches", "window", "latent", "why no kernel")]
+        for alike, group in groupby(self, lambda layer: replace(layer, layer_idx=0)):
+            first, *others = (str(layer.layer_idx) for layer in group)
+            batches = "refused" if alike.batch_backend is None else alike.batch_backend.name
+            window = "all" if alike.sliding_window is None else str(alike.sliding_window)
+            layers, way = "–".join([first, *others[-1:]]), f"{alike.form}, {alike.backend}"
+            rows.append((layers, way, batches, window, str(alike.geometry.kv_lora_rank), alike.why))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+    __repr__ = __str__
 
 
 def what_serves(

@@ -8,7 +8,7 @@ import torch
 
 from mha2mla.modeling import what_serves
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
-from mha2mla.modeling.served import batch_backends, describe, widest_served
+from mha2mla.modeling.served import AttentionReport, batch_backends, describe, widest_served
 from tests.modeling import models
 
 CUDA = torch.device("cuda")
@@ -203,3 +203,13 @@ def test_report_and_paged_cache_give_the_same_answer(case):
     assert [layer.backend for layer in paged.layers] == [layer.batch_backend for layer in expected]
     assert [layer.constants.geometry for layer in paged.layers] == [layer.geometry for layer in expected]
     assert [replace(layer, device=CUDA) for layer in expected] != list(what_serves(model.config, CUDA, torch.float32))
+
+
+def test_report_prints_as_a_table(capsys):
+    model = models.mla_model("some sliding")
+    print(model.attention_report())
+    heading, *rows = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["layers", "generate", "batches", "window", "latent", "why", "no", "kernel"]
+    assert len(rows) == 2 and rows[0].startswith("0 ") and "absorbed, mla_reference" in rows[0]
+    alike = replace(model.attention_report()[0], layer_idx=1)
+    assert str(AttentionReport([*model.attention_report()[:1], alike])).splitlines()[1].startswith("0–1 ")
