@@ -1,4 +1,4 @@
-"""The main job on one page: a real checkpoint in, three MLA checkpoints out, a table of what was gained and lost."""
+"""The main job on one page: a real checkpoint in, an MLA checkpoint out, what was gained and lost, two answers."""
 
 from __future__ import annotations
 
@@ -21,31 +21,37 @@ from mha2mla.conversion.result.destination import check_destination
 from mha2mla.environment import cache_folder, collect_environment, compute_device, describe_environment, usual_dtype
 from mha2mla.eval.latency import decode_step_latency
 from mha2mla.eval.loading import load_model, load_tokenizer
+from mha2mla.eval.quality import QualityRow, evaluate_quality
+from mha2mla.eval.quantized_caches import KVCodes
 from mha2mla.eval.report import print_table, write_json
 from mha2mla.files import report_file
 from mha2mla.modeling.config import cache_bytes_per_token
 from mha2mla.pipeline import ConversionReport, convert
 from mha2mla.trial_models import fetch_smollm2
 
-PROMPT = "Explain in three sentences why the sky is blue."
-# Without gradient steps, per-group k_pe holds a conversation down to three quarters of the cache, the latent alone to
-# half.
-RECIPES = {
+PROMPT = "Give me three tips for reading a long book."
+RECIPES: Mapping[str, Mapping[str, Any]] = {"converted": {"cache_ratio": 0.5}}
+# Without gradient steps, per-group k_pe holds a conversion down to three quarters of the cache.
+MORE_RECIPES: Mapping[str, Mapping[str, Any]] = {
     "full rank": {"layout": "per-group", "cache_ratio": 1.0},
     "per-group k_pe": {"layout": "per-group", "cache_ratio": 0.75},
-    "latent alone": {"cache_ratio": 0.5},
 }
+QUANTISED = KVCodes(4, "channel")  # the source's own way to a smaller cache
 COLUMNS = {
     "model": "model",
-    "geometry": "geometry",
     "cache_bytes_per_token": "cache B/token",
     "reduction": "reduction",
     "perplexity": "perplexity",
     "perplexity_ratio": "ratio",
-    "long_perplexity_ratio": "ratio, long window",
     "kl": "KL (nats)",
     "top1_agreement": "top-1",
+}
+MORE_COLUMNS = {
+    "geometry": "geometry",
+    "long_perplexity_ratio": "ratio, long window",
     "logits_error": "logits error",
+}
+TIME_COLUMNS = {
     "ms_per_token": "ms/token",
     "ms_per_token_graph": "in a CUDA graph",
     "decode": "decode",
@@ -60,8 +66,8 @@ class DemoSettings:
         preset: of recipes that name none. No gradient steps, on any machine.
         calibration: text that all recipes share.
         calibration_tokens, calibration_lengths: how much of it, in windows of which lengths: less than the preset's.
-        evaluation: held-out text that ``convert`` compares source and converted on, in windows of the shortest length
-            and in one of the longest.
+        evaluation: held-out text that models are compared on, in windows of the shortest length; ``convert`` does so in
+            one of the longest, too.
         evaluation_tokens: at most so many tokens of it in short windows.
         cached_tokens: length of the cache in the timed decode step.
         min_run_time: seconds of measurement per model.
@@ -89,6 +95,7 @@ class DemoSettings:
 def run_demo(
     model: str | os.PathLike[str] | None = None,
     *,
+    more: bool = False,
     device: str | torch.device | None = None,
     output: str | os.PathLike[str] | None = None,
     prompt: str | None = None,
@@ -97,13 +104,14 @@ def run_demo(
     settings: DemoSettings | None = None,
     console: Console | None = None,
 ) -> list[dict[str, Any]]:
-    """Converts a model by several recipes, generates with source and converted, and prints one table.
+    """Converts a model, compares it with the source and the source over a 4-bit KV cache, and prints one table.
 
-    Quality is what ``convert`` measured, in float32. Text and speed are bfloat16 on CUDA, which the TileLang kernel
-    takes, and float32 on a CPU.
+    Losses are measured in float32. Text and speed are bfloat16 on CUDA, which the TileLang kernel takes, and float32 on
+    a CPU.
 
     Args:
         model: folder or hub id of an MHA/GQA checkpoint; default SmolLM2-135M-Instruct, fetched once.
+        more: also converts by :data:`MORE_RECIPES`, times decode steps on a CPU too, and shows more columns.
         device: default CUDA where there is one.
         output: folder that gets one checkpoint per recipe; default ``demo/NAME`` in the cache. Older ones are replaced.
         prompt: what to generate from; through the chat template where the tokenizer has one.
@@ -113,7 +121,8 @@ def run_demo(
         console: where to print.
 
     Returns:
-        One row per model, the source first; the keys of :data:`COLUMNS` and ``text``, ``checkpoint``, ``seconds``.
+        One row per model, the source first and over a quantised cache second; keys of the columns, ``text``,
+        ``checkpoint``, ``seconds``.
 
     Raises:
         FileNotFoundError, ValueError: the model is not there, cannot be fetched, or cannot be converted.
@@ -134,13 +143,14 @@ def run_demo(
     source_folder = str(fetch_smollm2()) if model is None else find_checkpoint(model, "model")
     name = Path(source_folder).name
     output = Path(output) if output is not None else cache_folder() / "demo" / name
-    folders = {recipe_name: output / recipe_name.replace(" ", "-") for recipe_name in RECIPES}
+    recipes = {**(MORE_RECIPES if more else {}), **RECIPES}
+    folders = {recipe_name: output / recipe_name.replace(" ", "-") for recipe_name in recipes}
     for folder in folders.values():
         check_destination(folder, Path(source_folder), overwrite=True)
     tokenizer = load_tokenizer(source_folder, "model")
     say(f"{name} on {device}")
-    rows: list[dict[str, Any]] = [{"model": "source", "checkpoint": source_folder}]
-    for recipe_name, recipe in RECIPES.items():
+    rows: list[dict[str, Any]] = [{"model": "source", "checkpoint": source_folder, "device": str(device)}]
+    for recipe_name, recipe in recipes.items():
         recipe = Recipe.from_dict(settings.recipe(recipe))
         say(f"converting: {recipe_name} ({_describe(recipe)})")
         folder = folders[recipe_name]
@@ -149,24 +159,43 @@ def run_demo(
             folder,
             recipe,
             evaluation=settings.evaluation,
-            evaluation_tokens=settings.evaluation_tokens,
+            evaluation_tokens=settings.calibration_lengths[0],  # compared on more text below
             device=device,
             overwrite=True,
         )
-        rows[0]["perplexity"] = report.parity.perplexity_source
-        rows.append({"model": recipe_name, "checkpoint": str(folder)} | _lost(report))
+        rows.append({"model": recipe_name, "checkpoint": str(folder)} | _record(report))
+    say(f"comparing predictions, also with the source over a KV cache of {QUANTISED.bits} bits")
+    for row in rows[1:]:
+        last = row is rows[-1]
+        found = evaluate_quality(
+            source_folder,
+            row["checkpoint"],
+            texts=settings.evaluation,
+            lengths=settings.calibration_lengths[:1],
+            max_tokens=settings.evaluation_tokens,
+            caches=[QUANTISED] if last else [],
+            device=device,
+        ).rows
+        row |= _loss(found[0])
+    rows[0]["perplexity"] = found[0].perplexity_source
+    quantised = {"model": f"source, {QUANTISED.bits}-bit KV cache", "status": "not timed", **_loss(found[1])}
+    quantised["reduction"] = 1 - found[1].cache_share
 
     dtype = usual_dtype(device)
     for row in rows:
-        say(f"generating and timing: {row['model']}")
+        say(f"generating: {row['model']}")
         running = load_model(row["checkpoint"], row["model"], device=device, dtype=dtype)
         row["text"] = _generate(running, tokenizer, prompt, max_new_tokens)
-        row |= _size(running) | _step_time(running, settings) | _served_by(running)
+        row |= _size(running) | _served_by(running) | {"status": "not timed"}
+        if more or device.type == "cuda":
+            row |= _step_time(running, settings)
         del running
     for row in rows:
         row["reduction"] = 1 - row["cache_bytes_per_token"] / rows[0]["cache_bytes_per_token"]
+    quantised["cache_bytes_per_token"] = round(found[1].cache_share * rows[0]["cache_bytes_per_token"])
+    rows.insert(1, quantised)
     say("done")
-    _print(rows, prompt, settings, dtype, output)
+    _print(rows, prompt, settings, dtype, output, more)
     if json is not None:
         given = {"prompt": prompt, "max_new_tokens": max_new_tokens, "device": str(device), **vars(settings)}
         given["dtype"] = str(dtype).removeprefix("torch.")
@@ -174,17 +203,22 @@ def run_demo(
     return rows
 
 
-def _lost(report: ConversionReport) -> dict[str, Any]:
-    parity, long_parity = report.parity, report.long_parity
+def _loss(row: QualityRow) -> dict[str, Any]:
     return {
-        "perplexity": parity.perplexity_converted,
-        "perplexity_ratio": parity.perplexity_ratio,
-        "kl": parity.kl,
-        "top1_agreement": parity.top1_agreement,
-        "logits_error": parity.logits_relative_error,
+        "perplexity": row.perplexity_converted,
+        "perplexity_ratio": row.perplexity_ratio,
+        "kl": row.kl,
+        "top1_agreement": row.top1_agreement,
+        "evaluated_tokens": row.num_tokens,
+        "evaluation_length": row.seqlen,
+    }
+
+
+def _record(report: ConversionReport) -> dict[str, Any]:
+    long_parity = report.long_parity
+    return {
+        "logits_error": report.parity.logits_relative_error,
         "long_perplexity_ratio": None if long_parity is None else long_parity.perplexity_ratio,
-        "evaluated_tokens": parity.tokens,
-        "evaluation_length": report.evaluation_length,
         "long_evaluation_length": report.long_evaluation_length,
         "calibration_tokens": report.calibration_tokens,
         "seconds": report.seconds["total"],
@@ -247,7 +281,10 @@ def _served_by(model: torch.nn.Module) -> dict[str, Any]:
 def _conditions(row: dict[str, Any], settings: DemoSettings) -> Iterator[str]:
     """Conditions that the figures of a lossy row were measured and calibrated under."""
     text, tokens, length = settings.evaluation, row["evaluated_tokens"], row["evaluation_length"]
-    yield f"perplexity … logits error: {text}, {tokens:,} predicted tokens in windows of {length:,}, float32"
+    yield (
+        f"ratio: perplexity relative to the source model; it, KL and top-1 on {text}, {tokens:,} predicted tokens in"
+        f" windows of {length:,}, float32"
+    )
     if row["long_evaluation_length"]:
         yield f"ratio, long window: the first {row['long_evaluation_length']:,} tokens of the same text as one window"
     usual = Recipe.from_preset(settings.preset).calibration
@@ -257,24 +294,33 @@ def _conditions(row: dict[str, Any], settings: DemoSettings) -> Iterator[str]:
     )
 
 
-def _print(rows: list[dict[str, Any]], prompt: str, settings: DemoSettings, dtype: torch.dtype, output: Path) -> None:
+def _print(
+    rows: list[dict[str, Any]], prompt: str, settings: DemoSettings, dtype: torch.dtype, output: Path, more: bool
+) -> None:
     console = Console()
     console.print(Text(f"\nprompt: {prompt}", style="bold"))
-    for row in rows:
+    for row in (row for row in rows if "text" in row):
         console.print(Text(f"\n{row['model']}:", style="bold"), Text(row["text"] or "(no text: it ends at once)"))
     shown = [row | {"reduction": None if row is rows[0] else f"{row['reduction']:.1%}"} for row in rows]
     console.print()
-    on_gpu = any(row["ms_per_token_graph"] is not None for row in rows)
     # A model whose step failed its check has no time; the table then says why.
-    wrong = {} if all(row["status"] == "ok" for row in rows) else {"status": "status"}
-    columns = {key: heading for key, heading in (COLUMNS | wrong).items() if key != "ms_per_token_graph" or on_gpu}
+    wrong = {} if all(row["status"] in ("ok", "not timed") for row in rows) else {"status": "status"}
+    asked = COLUMNS | (MORE_COLUMNS if more else {}) | TIME_COLUMNS | wrong
+    columns = {key: heading for key, heading in asked.items() if any(row.get(key) is not None for row in rows)}
     print_table(shown, title="What was gained, what was lost", columns=columns)
+    timed, on_gpu = any(row.get("ms_per_token") for row in rows), torch.device(rows[0]["device"]).type == "cuda"
     notes = (
-        "cache: bfloat16, all layers",
+        "cache: bytes of all layers, 16 bits a number but for the quantised row, which is simulated",
         *_conditions(rows[-1], settings),
-        f"ms/token: {str(dtype).removeprefix('torch.')}, batch 1, {settings.cached_tokens} cached tokens, median; timed"
-        " only after a check against float64",
-        *(f"decode: {reason}" for reason in dict.fromkeys(row["decode_reason"] for row in rows) if reason),
+        *[
+            f"ms/token: {str(dtype).removeprefix('torch.')}, batch 1, {settings.cached_tokens} cached tokens, median;"
+            " timed only after a check against float64"
+        ]
+        * timed,
+        *(f"decode: {reason}" for reason in dict.fromkeys(row.get("decode_reason") for row in rows) if reason),
+        *["Speed needs a GPU: on a CPU plain torch runs, and a converted model is slower than its source."]
+        * (not on_gpu),
+        *["mha2mla demo --all converts at other ratios, and times decode steps."] * (not more),
         describe_environment(collect_environment()),
         f"checkpoints: {output}",
     )

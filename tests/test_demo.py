@@ -13,7 +13,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mha2mla import trial_models
-from mha2mla.demo import RECIPES, DemoSettings, _conditions, run_demo
+from mha2mla.demo import MORE_RECIPES, RECIPES, DemoSettings, _conditions, run_demo
 from mha2mla.environment import cache_folder
 from mha2mla.trial_models import fetch_smollm2, tiny_checkpoint
 
@@ -29,6 +29,7 @@ def demo(tiny_source, tmp_path_factory):
     console = Console(file=io.StringIO())
     rows = run_demo(
         tiny_source,
+        more=True,
         device="cpu",
         output=folder / "out",
         max_new_tokens=6,
@@ -41,14 +42,15 @@ def demo(tiny_source, tmp_path_factory):
 
 def test_one_row_per_model(demo):
     rows, _, _ = demo
-    assert [row["model"] for row in rows] == ["source", "full rank", "per-group k_pe", "latent alone"]
-    for row in rows:
+    names = ["source", "source, 4-bit KV cache", "full rank", "per-group k_pe", "converted"]
+    assert [row["model"] for row in rows] == names
+    for row in (rows[0], *rows[2:]):
         assert row["status"] == "ok" and row["ms_per_token"] > 0
         assert isinstance(row["text"], str) and row["decode"] and row["geometry"]
 
 
 def test_full_rank_is_the_source(demo):
-    source, full = demo[0][:2]
+    source, _, full = demo[0][:3]
     assert full["logits_error"] < 1e-4
     assert full["perplexity_ratio"] == pytest.approx(1, abs=1e-4)
     assert full["top1_agreement"] == pytest.approx(1, abs=0.01)
@@ -57,14 +59,15 @@ def test_full_rank_is_the_source(demo):
 
 
 def test_caches_are_as_small_as_the_recipes_say(demo):
-    source, _, per_group, latent = demo[0]
+    source, quantised, _, per_group, latent = demo[0]
     # 2 layers, keys and values of 2 heads of width 16, bfloat16.
     assert source["cache_bytes_per_token"] == 2 * 2 * 2 * 16 * 2
     for row in (per_group, latent):
-        ratio = RECIPES[row["model"]]["cache_ratio"]
+        ratio = {**RECIPES, **MORE_RECIPES}[row["model"]]["cache_ratio"]
         assert ratio < 1 and row["cache_bytes_per_token"] <= ratio * source["cache_bytes_per_token"]
         assert row["reduction"] >= 1 - ratio
         assert row["kl"] > 0 and row["logits_error"] > 1e-3
+    assert 0 < quantised["cache_bytes_per_token"] <= source["cache_bytes_per_token"]  # a window of 32 is mostly exact
     assert "G=2" in per_group["geometry"] and "G=1" in latent["geometry"] and "from it" in latent["geometry"]
 
 
@@ -74,16 +77,16 @@ def test_the_file_holds_what_the_table_shows(demo):
     assert written["kind"] == "demo" and written["environment"]["torch"] == torch.__version__
     assert [row["perplexity"] for row in written["rows"]] == [row["perplexity"] for row in rows]
     assert written["settings"]["cached_tokens"] == 40
-    assert "converting: latent alone (preset quick, latent layout" in progress and "done" in progress
+    assert "converting: converted (preset quick, latent layout" in progress and "done" in progress
     assert written["rows"][-1]["preset"].startswith("quick, as asked for; with calibration.text=")
 
 
 def test_figures_name_text_window_and_calibration(demo):
     rows = demo[0]
-    for row in rows[2:]:
+    for row in rows[3:]:
         assert (row["evaluation_length"], row["long_evaluation_length"]) == (32, 64)
         assert row["long_perplexity_ratio"] > 0 and row["calibration_tokens"] == 256
-    assert rows[1]["long_evaluation_length"] is None and rows[1]["calibration_tokens"] == 0
+    assert rows[2]["long_evaluation_length"] is None and rows[2]["calibration_tokens"] == 0
     notes = " ".join(_conditions(rows[-1], SETTINGS))
     for text in (
         "builtin:opticks, 248 predicted tokens in windows of 32, float32",
@@ -96,9 +99,17 @@ def test_figures_name_text_window_and_calibration(demo):
 def test_the_checkpoints_stay_and_load(demo):
     import mha2mla  # noqa: F401
 
-    for row in demo[0][1:]:
+    for row in demo[0][2:]:
         model = AutoModelForCausalLM.from_pretrained(row["checkpoint"])
         assert model.config.model_type == "mha2mla"
+
+
+def test_the_short_demo_times_nothing_on_a_cpu(tiny_source, tmp_path, capsys):
+    rows = run_demo(tiny_source, device="cpu", output=tmp_path, max_new_tokens=2, settings=SETTINGS)
+    assert [row["model"] for row in rows] == ["source", "source, 4-bit KV cache", "converted"]
+    assert not any("ms_per_token" in row for row in rows)
+    out = capsys.readouterr().out
+    assert "Speed needs a GPU" in out and "mha2mla demo --all" in out and "ms/token" not in out
 
 
 def test_bad_arguments_are_named(tiny_source):
