@@ -7,7 +7,6 @@ from mha2mla.conversion.relayout import latent_config, latent_geometry, latent_t
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling import MHA2MLAForCausalLM
 from tests.modeling import models
-from tests.modeling.full_rank import full_rank_geometry
 
 STORED = [case for case, (_, keys) in models.GEOMETRIES.items() if not keys.get("rope_from_latent")]
 
@@ -29,8 +28,8 @@ def test_as_many_numbers_are_cached():
     found = latent_geometry(geometry)
     assert found == MLAGeometry(8, 1, 64, 24, 20, 32, 2, 8, rope_from_latent=True)
     assert found.cache_numel_per_token == geometry.cache_numel_per_token
-    full = full_rank_geometry(8, 2, 32)
-    assert latent_geometry(full) == full_rank_geometry(8, 2, 32, rope_from_latent=True)
+    full = MLAGeometry(8, 2, 64, 32, 0, 32, 2)
+    assert full.is_full_rank and latent_geometry(full) == MLAGeometry(8, 1, 128, 64, 0, 32, 2, rope_from_latent=True)
 
 
 @pytest.mark.parametrize("case", STORED)

@@ -8,7 +8,7 @@ from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling import modeling_mha2mla
 from tests.folders import edit_config, read_json
 from tests.modeling import models
-from tests.modeling.full_rank import full_rank, full_rank_geometry
+from tests.modeling.full_rank import full_rank
 from tests.modeling.models import TOLERANCE
 
 
@@ -21,8 +21,6 @@ def test_nothing_rotary_is_counted():
     assert (geometry.rope_width, geometry.cache_numel_per_token, geometry.cache_bytes_per_token(2)) == (0, 96, 192)
     assert geometry.full_kv_lora_rank == geometry.source_cache_numel_per_token == 2 * 2 * 32
     assert "d_r=64 from the latent" in str(geometry) and geometry.to_dict()["rope_from_latent"]
-    full = full_rank_geometry(8, 2, 32, rope_from_latent=True)
-    assert (full.kv_lora_rank, full.qk_rope_head_dim, full.qk_nope_head_dim, full.num_rope_heads) == (128, 64, 0, 1)
     stored = MLAGeometry(8, 1, 96, 64, 0, 32, 2)
     assert geometry.decode_flops_per_token() - stored.decode_flops_per_token() == 2 * 96 * 64
     with pytest.raises(ValueError, match="num_rope_heads is 2; expected 1 with rope_from_latent"):
