@@ -198,6 +198,7 @@ def generate(
     max_sequences: int = 64,
     max_tokens: int = 2048,
     max_length: int | None = None,
+    rotary_key_cache: Literal["none", "bfloat16", "auto"] | None = None,
     overwrite: bool = False,
     key_prefix: str = "",
     device: Device = None,
@@ -226,6 +227,8 @@ def generate(
         max_sequences: prompts that run at a time.
         max_tokens: of a step, at least as many as max-sequences.
         max_length: tokens of a prompt with its answer; default as many as the model takes.
+        rotary_key_cache: of a converted model in layout latent: rotary keys computed when they are read (none), kept
+            beside the latent (bfloat16), or by the rule of docs/layouts-and-presets.md (auto); default its config's.
         overwrite: replace the answers in the output, of whatever model they are.
         key_prefix: put before the keys that an answer adds, where prompts have such keys.
         dtype: of the weights; default the checkpoint's, but on CUDA bfloat16 for float32.
@@ -271,6 +274,7 @@ def generate(
         for _, task in answers.remaining(tasks)
     ]
     options = {"max_sequences": max_sequences, "max_tokens": max_tokens, "max_length": max_length}
+    options["rotary_key_cache"] = rotary_key_cache
     loop = Loop(served(loaded), max_pages=pages_for(lengths, max_sequences), **options)
     for task, text in answer_all(loop, tokenizer, tasks, answers, sampling, chat=chat):
         if output is None:

@@ -19,6 +19,7 @@ from mha2mla.loop import Loop, Sampling
 from mha2mla.loop.answering import Conversation, answer_all, pages_for, served, token_ids
 from mha2mla.prompts import Answers, checkpoint_digest, read_prompts
 from tests.commands import run
+from tests.conversion import tiny
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = ["Keys and values", "Keys and queries, and more", "Light"]
@@ -76,6 +77,22 @@ def test_a_file_is_answered_and_gone_on_with(which, prompts, tmp_path, request, 
         assert "has answers of" in capsys.readouterr().err
     assert run("generate", folder, "--prompt", "Light", *keys, "--seed", 5, "--overwrite") == 0
     assert [row["prompt"] for row in rows(output)] == ["Light"]
+
+
+def test_generate_keeps_rotary_keys_by_a_flag(tiny_converted, prompts, tmp_path, capsys):
+    folder, report = tmp_path / "latent", tmp_path / "report.json"
+    tiny.convert(tiny_converted, folder, {"layout": "latent"})
+    command = ("--file", prompts, "--max-new-tokens", 6, "--device", "cpu", "--max-length", 200, "--json", report)
+    found = {}
+    for mode in ("none", "bfloat16"):
+        output = tmp_path / f"{mode}.jsonl"
+        assert run("generate", folder, *command, "--output", output, "--rotary-key-cache", mode) == 0
+        size = json.loads(report.read_text())["rows"][0]["cache_bytes_per_token"]
+        found[mode] = size, sorted(row["answer"] for row in rows(output))
+    geometry = mha2mla.load(folder, device="cpu")[0].config.layer_geometry(0)
+    assert found["bfloat16"] == (found["none"][0] + 2 * 4 * geometry.qk_rope_head_dim, found["none"][1])
+    assert run("generate", tiny_converted, *command, "--rotary-key-cache", "bfloat16") == 2
+    assert "rotary_key_cache is 'bfloat16'; expected one of ('none', 'auto')" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("which", ["tiny_converted", "tiny_source"])
