@@ -1,15 +1,17 @@
 """The order of blocks, the budget in minutes, checkpoints that were not finished."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from mha2mla.healing import training
 from mha2mla.healing.settings import PRESETS, Settings
-from mha2mla.healing.student import load_models
+from mha2mla.healing.student import CodedLatents, coded_layers, load_models
 from mha2mla.healing.training import Distillation, last_checkpoint, passes, tokens_in
-from tests.healing.test_run import folders  # noqa: F401  a fixture
+from tests.conversion import tiny
+from tests.healing.test_run import LATENT, folders  # noqa: F401  a fixture
 
 
 def test_a_pass_has_every_block_once():
@@ -44,6 +46,27 @@ def test_windows_of_several_lengths_are_one_mean(folders):  # noqa: F811
     lengths = torch.tensor([16, 32, 16])
     alone = [distillation(ids[row : row + 1], lengths[row : row + 1])["loss"] for row in range(3)]
     torch.testing.assert_close(distillation(ids, lengths)["loss"], sum(alone) / 3)
+
+
+def test_codes_are_noise_that_gradients_pass(folders, tmp_path):  # noqa: F811
+    coded = tmp_path / "coded"
+    tiny.convert(folders[0], coded, {**LATENT, "latent.bits": 3}, evaluation="builtin:prose")
+    settings = Settings.of("quick", tokens=64, length=32, long_length=32)
+    models = load_models(folders[0], coded, torch.device("cpu"), settings)
+    ids, distillation = tiny.some_tokens(2, 32), Distillation(models, None)
+    loss = distillation(ids, torch.tensor([32, 32]))["loss"]
+    expected = models.teacher(ids).logits.log_softmax(-1)
+    for coded_at, same in ((True, True), (False, False)):
+        cache = CodedLatents(models.student, coded_layers(models.student) if coded_at else {})
+        found = models.student(ids, past_key_values=cache, use_cache=True).logits.log_softmax(-1)
+        kl = (expected.exp() * (expected - found)).sum(-1).mean()
+        assert (abs(kl.item() / loss.item() - 1) < 1e-4) is same
+    loss.backward()
+    names = ("kv_a_proj.weight", "v_b_proj")
+    attention = models.student.model.layers[0].self_attn
+    assert all(attention.get_parameter(name).grad.abs().sum() > 0 for name in names)
+    with pytest.raises(ValueError, match="checkpointing is 'always' and latents are cached as codes"):
+        load_models(folders[0], coded, torch.device("cpu"), replace(settings, checkpointing="always"))
 
 
 def test_a_checkpoint_without_its_end_is_none(tmp_path):
