@@ -209,7 +209,7 @@ def footprint(config: PreTrainedConfig, geometry: MLAGeometry | None, spec: Sour
         attention, keys = 4 * spec.num_attention_heads // tp * spec.head_dim, 0
     else:
         token = geometry.cache_numel_per_token
-        keys = 2 * geometry.kv_lora_rank * geometry.qk_rope_head_dim if geometry.rope_from_latent else 0
+        keys = 0 if geometry.has_rope_cache else 2 * geometry.kv_lora_rank * geometry.qk_rope_head_dim
         attention = geometry.decode_flops_per_token() - keys
     layers = sum(size for name, size in sizes.items() if ".layers." in name)
     return Footprint(

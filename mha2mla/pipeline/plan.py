@@ -202,7 +202,7 @@ def _converted_row(
     row |= _capacity(after, machine, context, is_served=kernel not in (None, PORTABLE))
     codes = fp8_layout(geometry, PAGE_SIZE).bytes_per_token * spec.num_layers
     row |= {"bytes_per_token_8_bit": codes if eight_bits else None}
-    if geometry.rope_from_latent:
+    if not geometry.has_rope_cache:
         row["bytes_per_token_kept"] = geometry.with_stored_keys.cache_bytes_per_token(ITEMSIZE) * spec.num_layers
     row |= {"preset": recipe.preset, "growth": 100 * (after.parameters / before.parameters - 1), **cost}
     # Two streams of activations in float32, and the checkpoint with its finished layers, which a resume would read.

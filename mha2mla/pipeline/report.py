@@ -204,7 +204,7 @@ def make_report(
         recipe=config.recipe,
         calibrated_length=config.calibrated_length,
         device=str(source.device),
-        rotary_numel_per_token=sum(each.qk_rope_head_dim for each in geometries if each.rope_from_latent),
+        rotary_numel_per_token=sum(each.qk_rope_head_dim for each in geometries if not each.has_rope_cache),
         evaluation_text=text.text,
         evaluation_length=text.tokens.shape[1],
         compute_dtype=str(arguments.compute_dtype).removeprefix("torch."),

@@ -20,13 +20,6 @@ def Recipe(**keys) -> recipes.Recipe:
 SELECTIONS = [(layout, selection) for layout in LAYOUTS for selection in selections(layout)]
 
 
-class _State:
-    """A model's parameters, as a checkpoint would hand them out."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.tensor = model.state_dict().__getitem__
-
-
 class Layer:
     """The first layer of a tiny model in float64: its attention, its weights, inputs and their statistics."""
 
@@ -50,7 +43,7 @@ class Layer:
 
     def stored_weights(self) -> AttentionWeights:
         """The model's, as they are now."""
-        state, cpu = _State(self.model), torch.device("cpu")
+        state, cpu = tiny.State(self.model), torch.device("cpu")
         return ADAPTERS[self.spec.model_type].attention_weights(state, self.spec, 0, device=cpu, dtype=torch.float64)
 
     def measure(self) -> None:

@@ -264,6 +264,13 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual - expected).norm() / expected.norm())
 
 
+class State:
+    """A model's parameters, as a checkpoint's reader hands them out."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.tensor = model.state_dict().__getitem__
+
+
 def convert_layer(spec, geometry, recipe, weights, statistics) -> dict[str, torch.Tensor]:
     """The tensors of one MLA layer, named as in the checkpoint below ``self_attn.``."""
     rules = recipe.layer_rules(geometry)

@@ -11,16 +11,6 @@ from mha2mla.modeling import MHA2MLAForCausalLM
 from tests.conversion import tiny
 
 
-class OwnTensors:
-    """A model's tensors by name, as a checkpoint's reader gives them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.state = model.state_dict()
-
-    def tensor(self, name: str) -> torch.Tensor:
-        return self.state[name].clone()
-
-
 def full_rank(source: nn.Module, *, rope_from_latent: bool = False) -> MHA2MLAForCausalLM:
     """``source``'s weights as an MLA model that rotates every pair: of a latent of the values beside rotary keys, or
     with ``rope_from_latent`` of the keys before RoPE and the values."""
@@ -29,10 +19,10 @@ def full_rank(source: nn.Module, *, rope_from_latent: bool = False) -> MHA2MLAFo
     recipe = tiny.Recipe(layout="latent" if rope_from_latent else "per-group", cache_ratio=1.0)
     geometries = recipe.geometries(spec)
     model = MHA2MLAForCausalLM(converted_config(source.config, spec, geometries, recipe)).eval()
-    reader, of_weights = OwnTensors(source), {"device": torch.device("cpu"), "dtype": torch.float64}
-    state = {name: tensor for name, tensor in reader.state.items() if ".self_attn." not in name}
+    own, cpu = tiny.State(source), torch.device("cpu")
+    state = {name: tensor for name, tensor in source.state_dict().items() if ".self_attn." not in name}
     for index, geometry in enumerate(geometries):
-        weights = adapter.attention_weights(reader, spec, index, **of_weights)
+        weights = adapter.attention_weights(own, spec, index, device=cpu, dtype=torch.float64)
         tensors = tiny.convert_layer(spec.of_layer(index), geometry, recipe, weights, None)
         state |= {f"model.layers.{index}.self_attn.{name}": tensor.float() for name, tensor in tensors.items()}
     model.load_state_dict(state, strict=True)
