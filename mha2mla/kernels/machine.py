@@ -7,6 +7,7 @@ from typing import Any
 
 import tilelang
 import tilelang.language as T
+from tilelang.language.eager.builder import Builder
 from tvm.script.ir_builder import IRBuilder
 
 
@@ -68,6 +69,20 @@ EXACT_PASS_CONFIGS = {"tl.disable_warp_specialized": True, "tl.disable_safe_memo
 SPECIALISED_PASS_CONFIGS = {"tl.enable_fast_math": True}
 
 OPAQUE_SMEM_WRITES = {"tl.disable_buffer_init_check": True}  # a warning for each such kernel else
+
+
+def make_function(name: str, arguments: dict[str, Any], body: Callable[[SimpleNamespace], None]):
+    """A TileLang function, as ``T.prim_func`` makes one, for a signature that kernels share.
+
+    Args:
+        name: of the function.
+        arguments: type of each argument by its name, in order.
+        body: a macro of one object, which has the arguments as attributes.
+    """
+    builder = Builder()
+    with builder.prim_func(name):
+        body(SimpleNamespace(**{argument: builder.arg(argument, kind) for argument, kind in arguments.items()}))
+    return builder.get()
 
 
 def target_of(capability: int) -> dict[str, str]:

@@ -94,10 +94,7 @@ def refusal(shape: DecodeShape, *, has_rope_cache: bool = True, codes: bool = Fa
     rope_limit = MAX_ROPE_SHARED if shape.num_rope_heads == 1 else MAX_ROPE_PER_HEAD
     rope_width = shape.num_rope_heads * rope
     checks = (
-        (
-            not codes or width % 16 == 0,
-            f"kv_lora_rank is {width}; rows of e4m3 numbers must be multiples of 16 bytes",
-        ),
+        (not codes or width % 16 == 0, f"kv_lora_rank is {width}; rows of e4m3 numbers must be multiples of 16 bytes"),
         (
             not codes or width <= MAX_CODES,
             f"kv_lora_rank is {width}; kernels over e4m3 latents take at most {MAX_CODES}",

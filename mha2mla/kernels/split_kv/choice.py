@@ -119,10 +119,7 @@ def refusals(shape: Any) -> Iterator[tuple[bool, str]]:
     """(whether it fits, what is wrong if not) of what every op's kernels ask of a shape: its ``heads``, ``page_size``,
     ``seqlen_q`` and ``dtype``."""
     yield shape.dtype in DTYPES, f"dtype is {shape.dtype}; TileLang kernels take {' and '.join(DTYPES)}"
-    yield (
-        shape.heads <= MAX_HEADS,
-        f"num_attention_heads is {shape.heads}; TileLang kernels take at most {MAX_HEADS}",
-    )
+    yield (shape.heads <= MAX_HEADS, f"num_attention_heads is {shape.heads}; TileLang kernels take at most {MAX_HEADS}")
     yield (
         shape.page_size >= 16 and shape.page_size & (shape.page_size - 1) == 0,
         f"page_size is {shape.page_size}; TileLang kernels take powers of two from 16",

@@ -188,11 +188,7 @@ def make_combine(
                         0.0,
                     )
                 for i, k in parallel(1, MAX_SPLITS):
-                    weight[i, k] = T.if_then_else(
-                        k < count[0],
-                        partial_lse[place(k, count, q, h)],
-                        -T.infinity(accum),
-                    )
+                    weight[i, k] = T.if_then_else(k < count[0], partial_lse[place(k, count, q, h)], -T.infinity(accum))
                 T.reduce_max(weight, row_max, dim=1)
                 for i, k in parallel(1, MAX_SPLITS):
                     weight[i, k] = T.exp2((weight[i, k] - T.max(row_max[i], MASKED)) * LOG2E)

@@ -159,11 +159,7 @@ def spans_of(cache_seqlens: Tensor, cache_starts: Tensor | None, capacity: int) 
 
 
 def check_spans(
-    schedule: Tensor | None,
-    splits: Tensor | None,
-    cache_seqlens: Tensor,
-    cache_starts: Tensor | None,
-    capacity: int,
+    schedule: Tensor | None, splits: Tensor | None, cache_seqlens: Tensor, cache_starts: Tensor | None, capacity: int
 ) -> None:
     """Checks the lengths of a plan for the reference, since a kernel attends over the plan's lengths and not over
     the call's: that they are the same. On the CPU; on other devices, where nobody waits, by an assertion there.

@@ -95,10 +95,7 @@ class TestOnCPU:
         expected = gradients_reference(*operands, 0.3, length)
         shape = kernels.GradientShape(heads, widths, "float32")
         found = [torch.full_like(x, torch.nan) for x in (q, k, v)]
-        for make, outputs in (
-            (kernels.make_key_gradients, found[1:]),
-            (kernels.make_query_gradients, found[:1]),
-        ):
+        for make, outputs in ((kernels.make_key_gradients, found[1:]), (kernels.make_query_gradients, found[:1])):
             for_cpu(make(shape, rows=32, machine=Machine(on_cpu=True)))(*operands, *outputs, 0.3, length)
         for mine, theirs in zip(found, expected, strict=True):
             assert (mine - theirs).norm() <= 1e-5 * theirs.norm()

@@ -110,8 +110,7 @@ def test_schema_and_fake_do_not_drift():
     torch.library.opcheck(torch.ops.mha2mla.gqa_decode.default, (*tensors, 0.3, True, None))
     out, lse = torch.empty(3, 2, 6, 16), torch.empty(3, 6, 2)
     torch.library.opcheck(
-        torch.ops.mha2mla.gqa_decode_out.default,
-        (*tensors, 0.3, True, None, -1, 0, None, None, None, None, out, lse),
+        torch.ops.mha2mla.gqa_decode_out.default, (*tensors, 0.3, True, None, -1, 0, None, None, None, None, out, lse)
     )
 
 
