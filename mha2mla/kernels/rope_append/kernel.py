@@ -3,13 +3,14 @@
 from functools import cache
 from math import gcd
 from types import SimpleNamespace
+from typing import Any
 
 import tilelang.language as T
 from torch import Tensor
 
 from mha2mla.kernels.devices import capability, dtype_name, on_device
 from mha2mla.kernels.layouts import vector_of, with_dense_rows
-from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, GPU, Buffers, Machine, compile_for
+from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, GPU, Buffers, Machine, compile_for, make_function
 from mha2mla.kernels.mla_decode.quantization import SCALE_OF_LARGEST, SMALLEST_SCALE
 from mha2mla.kernels.skinny_linear.up_projections import THREADS as W_UK_THREADS
 from mha2mla.kernels.skinny_linear.up_projections import w_uk_blocks, w_uk_parts
@@ -25,9 +26,8 @@ def append_parts(
     """Body of a block; arguments as of :func:`make_rope_append`.
 
     Returns:
-        ``alloc()``: buffers by name; ``find_angles(positions, inv_freq, scaling, m, t0, tokens)`` and
-        ``find_slots(slots, m, t0, tokens, pages)`` of the block's tokens, from ``t0`` on, and once they are there
-        ``write(rows, keys, query, row_cache, rope_cache, out, m, t0, tokens)``.
+        ``alloc()``: buffers by name; ``find_angles(call, m, t0, tokens)`` and ``find_slots(slots, m, t0, tokens,
+        pages)`` of the block's tokens, from ``t0`` on, and once they are there ``write(call, m, t0, tokens)``.
     """
     accum = T.float32
     machine = Machine(on_cpu)
@@ -91,14 +91,14 @@ def append_parts(
         }
 
     @T.macro
-    def find_angles(positions, inv_freq, scaling, m, t0, tokens):
+    def find_angles(call, m, t0, tokens):
         for r in T.serial(rounds(angles)):
             e = r * threads + thread()
             if e < angles:
                 i, g, p = e // (num_tables * half), e // half % num_tables, e % half
-                m.pair[0] = T.cast(positions[T.min(t0 + i, tokens - 1)], accum) * inv_freq[g, p]
-                m.cos[i, g, p] = T.cos(m.pair[0]) * T.if_then_else(inv_freq[g, p] == 0, 1.0, scaling)
-                m.sin[i, g, p] = T.sin(m.pair[0]) * scaling
+                m.pair[0] = T.cast(call.positions[T.min(t0 + i, tokens - 1)], accum) * call.inv_freq[g, p]
+                m.cos[i, g, p] = T.cos(m.pair[0]) * T.if_then_else(call.inv_freq[g, p] == 0, 1.0, call.scaling)
+                m.sin[i, g, p] = T.sin(m.pair[0]) * call.scaling
 
     @T.macro
     def find_slots(slots, m, t0, tokens, pages):
@@ -113,32 +113,62 @@ def append_parts(
                 )
 
     @T.macro
-    def write(rows, keys, query, row_cache, rope_cache, out, m, t0, tokens):
+    def write(call, m, t0, tokens):
         for r in T.serial(rounds(numbers)):
             e = r * threads + thread()
             if (e < numbers) & (m.slot[T.min(e // row_vectors, block_tokens - 1)] >= 0):
                 i, c = e // row_vectors, e % row_vectors * row_vector
                 for v in T.vectorized(row_vector):
-                    row_cache[m.slot[i] // page_size, m.slot[i] % page_size, c + v] = rows[t0 + i, c + v]
+                    call.row_cache[m.slot[i] // page_size, m.slot[i] % page_size, c + v] = call.rows[t0 + i, c + v]
         for r in T.serial(rounds(key_vectors)):
             e = r * threads + thread()
             if (e < key_vectors) & (m.slot[T.min(e // (groups * half_vectors), block_tokens - 1)] >= 0):
                 i, g, p = e // (groups * half_vectors), e // half_vectors % groups, e % half_vectors * pairs
                 rotate(
-                    m, i, g * num_tables // groups, p, keys, (t0 + i, g), rope_cache,
+                    m, i, g * num_tables // groups, p, call.keys, (t0 + i, g), call.rope_cache,
                     (m.slot[i] // page_size, m.slot[i] % page_size), g * qk_rope_head_dim,
                 )  # fmt: skip
         for r in T.serial(rounds(query_vectors)):
             e = r * threads + thread()
             if (e < query_vectors) & (t0 + e // (queries * half_vectors) < tokens):
                 i, h, p = e // (queries * half_vectors), e // half_vectors % queries, e % half_vectors * pairs
-                rotate(m, i, h * num_tables // queries, p, query, (t0 + i, h), out, (t0 + i, h), 0)
+                rotate(m, i, h * num_tables // queries, p, call.query, (t0 + i, h), call.out, (t0 + i, h), 0)
 
     return SimpleNamespace(alloc=alloc, find_angles=find_angles, find_slots=find_slots, write=write)
 
 
+def append_arguments(
+    machine: Machine, *, heads: int, num_rope_heads: int, row_width: int, qk_rope_head_dim: int, num_tables: int,
+    page_size: int, dtype: str, **_: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Types of the arguments of :func:`make_rope_append` by name; its own arguments."""
+    tokens, pages, rope = T.dynamic("tokens"), T.dynamic("pages"), qk_rope_head_dim
+    groups, width, queries = max(1, num_rope_heads), max(1, row_width), max(1, heads)
+    return {
+        "rows": machine.strided("rows", [tokens, width], dtype),
+        "keys": machine.strided("keys", [tokens, groups, rope], dtype),
+        "query": machine.strided("query", [tokens, queries, rope], dtype),
+        "positions": T.Tensor([tokens], T.int32),
+        "slots": T.Tensor([tokens], T.int32),
+        "inv_freq": T.Tensor([num_tables, rope // 2], T.float32),
+        "row_cache": machine.strided("row", [pages, page_size, width], dtype),
+        "rope_cache": machine.strided("key", [pages, page_size, groups * rope], dtype),
+        "out": T.Tensor([tokens, queries, rope], dtype),
+        "scaling": T.float32(),
+    }
+
+
+@T.macro
+def assume_aligned(call, vector):
+    """Run-time strides are multiples of ``vector``: else stores are not known to be aligned, and stay scalar."""
+    if vector > 1:
+        # A loop over tensors or strides would give them all one name.
+        for i in list(range(9)):
+            T.assume(stride(i, call.rows, call.keys, call.query, call.row_cache, call.rope_cache) % vector == 0)
+
+
 def stride(i, *tensors):
-    """The i-th run-time stride of tensors. A loop over tensors or strides in a kernel would give them all one name."""
+    """The i-th run-time stride of tensors."""
     return [stride for tensor in tensors for stride in list(tensor.strides)[:-1]][i]
 
 
@@ -167,46 +197,31 @@ def make_rope_append(
     row_cache [P,page,width] and rope_cache [P,page,G*d_r] (run-time strides), out [N,H,d_r]; scaling float32. What is
     tensor is absent is passed as any with a size of at least one everywhere.
     """
-    accum = T.float32
-    machine = Machine(on_cpu)
-    half = qk_rope_head_dim // 2
-    tokens, pages = T.dynamic("tokens"), T.dynamic("pages")
-    groups, width, queries = max(1, num_rope_heads), max(1, row_width), max(1, heads)
     threads = 1 if on_cpu else threads
-    parts = append_parts(
+    static = dict(
         heads=heads, num_rope_heads=num_rope_heads, row_width=row_width, qk_rope_head_dim=qk_rope_head_dim,
         num_tables=num_tables, page_size=page_size, dtype=dtype, interleaved=interleaved, vector=vector,
         block_tokens=block_tokens, threads=threads, on_cpu=on_cpu,
     )  # fmt: skip
+    parts, arguments = append_parts(**static), append_arguments(Machine(on_cpu), **static)
+    tokens, pages = arguments["rows"].shape[0], arguments["row_cache"].shape[0]
 
-    @T.prim_func
-    def rope_append(
-        rows: machine.strided("rows", [tokens, width], dtype),
-        keys: machine.strided("keys", [tokens, groups, qk_rope_head_dim], dtype),
-        query: machine.strided("query", [tokens, queries, qk_rope_head_dim], dtype),
-        positions: T.Tensor([tokens], T.int32),
-        slots: T.Tensor([tokens], T.int32),
-        inv_freq: T.Tensor([num_tables, half], accum),
-        row_cache: machine.strided("row", [pages, page_size, width], dtype),
-        rope_cache: machine.strided("key", [pages, page_size, groups * qk_rope_head_dim], dtype),
-        out: T.Tensor([tokens, queries, qk_rope_head_dim], dtype),
-        scaling: T.float32,
-    ):
+    @T.macro
+    def body(call):
         with T.Kernel(T.ceildiv(tokens, block_tokens), threads=threads) as x:
-            if vector > 1 and not on_cpu:  # else stores are not known to be aligned, and stay scalar
-                for i in list(range(9)):
-                    T.assume(stride(i, rows, keys, query, row_cache, rope_cache) % vector == 0)
+            if not on_cpu:
+                assume_aligned(call, vector)
             m = Buffers(**parts.alloc())
             t0 = x * block_tokens
             if dependent:
                 T.pdl_sync()
                 T.pdl_trigger()
-            parts.find_angles(positions, inv_freq, scaling, m, t0, tokens)
-            parts.find_slots(slots, m, t0, tokens, pages)
+            parts.find_angles(call, m, t0, tokens)
+            parts.find_slots(call.slots, m, t0, tokens, pages)
             T.sync_threads()
-            parts.write(rows, keys, query, row_cache, rope_cache, out, m, t0, tokens)
+            parts.write(call, m, t0, tokens)
 
-    return rope_append
+    return make_function("rope_append", arguments, body)
 
 
 def make_append_w_uk(
@@ -226,56 +241,44 @@ def make_append_w_uk(
 
     The function's arguments: those of ``rope_append``; then x, up and mapped, as of ``w_uk``.
     """
-    accum = T.float32
-    half = qk_rope_head_dim // 2
-    tokens, pages = T.dynamic("tokens"), T.dynamic("pages")
-    groups = max(1, num_rope_heads)
-    append = append_parts(
+    static = dict(
         heads=heads, num_rope_heads=num_rope_heads, row_width=row_width, qk_rope_head_dim=qk_rope_head_dim,
         num_tables=num_tables, page_size=page_size, dtype=dtype, interleaved=False, vector=vector, block_tokens=1,
         threads=W_UK_THREADS,
     )  # fmt: skip
+    append = append_parts(**static)
     product = w_uk_parts(heads=heads, groups=kv_heads, inner=inner, outer=row_width, dtype=dtype)
+    arguments = append_arguments(GPU, **static)
+    tokens, pages = arguments["rows"].shape[0], arguments["row_cache"].shape[0]
+    arguments |= {
+        "x": GPU.strided("x", [tokens, heads, inner], dtype),
+        "up": T.Tensor([kv_heads, inner, row_width], dtype),
+        "mapped": T.Tensor([tokens, heads, row_width], dtype),
+    }
 
-    @T.prim_func
-    def append_w_uk(
-        rows: GPU.strided("rows", [tokens, row_width], dtype),
-        keys: GPU.strided("keys", [tokens, groups, qk_rope_head_dim], dtype),
-        query: GPU.strided("query", [tokens, heads, qk_rope_head_dim], dtype),
-        positions: T.Tensor([tokens], T.int32),
-        slots: T.Tensor([tokens], T.int32),
-        inv_freq: T.Tensor([num_tables, half], accum),
-        row_cache: GPU.strided("row", [pages, page_size, row_width], dtype),
-        rope_cache: GPU.strided("key", [pages, page_size, groups * qk_rope_head_dim], dtype),
-        out: T.Tensor([tokens, heads, qk_rope_head_dim], dtype),
-        scaling: T.float32,
-        x: GPU.strided("x", [tokens, heads, inner], dtype),
-        up: T.Tensor([kv_heads, inner, row_width], dtype),
-        mapped: T.Tensor([tokens, heads, row_width], dtype),
-    ):
+    @T.macro
+    def body(call):
         with T.Kernel(w_uk_blocks(tokens, heads, row_width) + tokens, threads=W_UK_THREADS) as block:
-            if vector > 1:  # else stores are not known to be aligned, and stay scalar
-                for i in list(range(9)):
-                    T.assume(stride(i, rows, keys, query, row_cache, rope_cache) % vector == 0)
+            assume_aligned(call, vector)
             m = Buffers(**append.alloc(), **product.alloc(), then=T.alloc_local([2], T.int32))
             if block < tokens:
-                m.then[0] = positions[block]
-                append.find_angles(positions, inv_freq, scaling, m, block, tokens)
+                m.then[0] = call.positions[block]
+                append.find_angles(call, m, block, tokens)
                 T.pdl_sync()
                 T.pdl_trigger()
-                m.then[1] = positions[block]
-                append.find_slots(slots, m, block, tokens, pages)
+                m.then[1] = call.positions[block]
+                append.find_slots(call.slots, m, block, tokens, pages)
                 if m.then[0] != m.then[1]:
-                    append.find_angles(positions, inv_freq, scaling, m, block, tokens)
+                    append.find_angles(call, m, block, tokens)
                 T.sync_threads()
-                append.write(rows, keys, query, row_cache, rope_cache, out, m, block, tokens)
+                append.write(call, m, block, tokens)
             else:
-                product.ask(up, m, block - tokens)
+                product.ask(call.up, m, block - tokens)
                 T.pdl_sync()
                 T.pdl_trigger()
-                product.apply(x, mapped, m, block - tokens, tokens)
+                product.apply(call.x, call.mapped, m, block - tokens, tokens)
 
-    return append_w_uk
+    return make_function("append_w_uk", arguments, body)
 
 
 def make_quantize_rows(
