@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,3 +116,8 @@ def compile_for(function, capability: int, pass_configs: dict = PASS_CONFIGS) ->
     kernel = tilelang.compile(function, target=target_of(capability), pass_configs=pass_configs)
     module = kernel.adapter.get_exportable_executable()
     return (module.jit() if hasattr(module, "jit") else module).main
+
+
+def compiler(make: Callable[..., Any], pass_configs: dict) -> Callable[..., Callable[..., None]]:
+    """Cached compilation of what ``make`` makes: takes a compute capability, and by name the arguments of ``make``."""
+    return cache(lambda capability, **static: compile_for(make(**static), capability, pass_configs))

@@ -1,14 +1,12 @@
 """Merging partial attention results on the GPU: a block per row and columns of it, float32 throughout."""
 
-from functools import cache
-
 import tilelang.language as T
 import torch
 from torch import Tensor
 
 from mha2mla.kernels.devices import capability, dtype_name
 from mha2mla.kernels.layouts import aligned
-from mha2mla.kernels.machine import SMALL_PASS_CONFIGS, Machine, compile_for
+from mha2mla.kernels.machine import SMALL_PASS_CONFIGS, Machine, compiler
 from mha2mla.kernels.split_kv.device import LN2, LOG2E, MASKED
 
 
@@ -69,11 +67,7 @@ def make_attention_combine(*, v_head_dim: int, partial_dtype: str, dtype: str, o
     return attention_combine
 
 
-@cache
-def compile_attention_combine(major_minor: int, v_head_dim: int, partial_dtype: str, dtype: str):
-    """The compiled kernel. One compilation serves every number of splits, batch, S_q and H."""
-    function = make_attention_combine(v_head_dim=v_head_dim, partial_dtype=partial_dtype, dtype=dtype)
-    return compile_for(function, major_minor, SMALL_PASS_CONFIGS)
+compile_attention_combine = compiler(make_attention_combine, SMALL_PASS_CONFIGS)
 
 
 def launch_attention_combine(
@@ -89,8 +83,7 @@ def launch_attention_combine(
         return
     if num_splits is None:
         num_splits = torch.full((batch,), splits, dtype=torch.int32, device=out.device)
-    static = (capability(out.device), out.shape[-1], dtype_name(partial_out.dtype), dtype_name(out.dtype))
+    dtypes = {"partial_dtype": dtype_name(partial_out.dtype), "dtype": dtype_name(out.dtype)}
     with torch.cuda.device(out.device):
-        compile_attention_combine(*static)(
-            aligned(partial_out), partial_lse.contiguous(), num_splits.contiguous(), out, lse
-        )
+        kernel = compile_attention_combine(capability(out.device), v_head_dim=out.shape[-1], **dtypes)
+        kernel(aligned(partial_out), partial_lse.contiguous(), num_splits.contiguous(), out, lse)

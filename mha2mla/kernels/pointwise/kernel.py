@@ -1,14 +1,13 @@
 """The kernels between a layer's products: every number is read once, and rounded where plain torch rounds it."""
 
 import math
-from functools import cache
 
 import tilelang.language as T
 from torch import Tensor
 
 from mha2mla.kernels.devices import capability, dtype_name, on_device
 from mha2mla.kernels.layouts import vector_of, with_dense_rows
-from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, Buffers, Machine, compile_for
+from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, Buffers, Machine, compiler
 from mha2mla.kernels.skinny_linear.selection import ROW_BUCKETS
 
 
@@ -153,16 +152,8 @@ def make_silu_mul(*, width: int, dtype: str, vector: int = 1, threads: int = 128
     return silu_mul
 
 
-@cache
-def compile_rms_norm(major_minor: int, **static):
-    """The compiled kernel; arguments as ``make_rms_norm``'s."""
-    return compile_for(make_rms_norm(**static), major_minor, EXACT_PASS_CONFIGS)
-
-
-@cache
-def compile_silu_mul(major_minor: int, **static):
-    """The compiled kernel; arguments as ``make_silu_mul``'s."""
-    return compile_for(make_silu_mul(**static), major_minor, EXACT_PASS_CONFIGS)
+compile_rms_norm = compiler(make_rms_norm, EXACT_PASS_CONFIGS)
+compile_silu_mul = compiler(make_silu_mul, EXACT_PASS_CONFIGS)
 
 
 def launch_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor, total: Tensor) -> None:

@@ -1,6 +1,6 @@
 """RoPE of new tokens fused with writing into a paged cache, alone or with W_UK; and rows written in 8 bits."""
 
-from functools import cache
+from dataclasses import astuple, dataclass
 from math import gcd
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mha2mla.kernels.devices import capability, dtype_name, on_device
 from mha2mla.kernels.layouts import vector_of, with_dense_rows
-from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, GPU, Buffers, Machine, compile_for, make_function
+from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, GPU, Buffers, Machine, compiler, make_function
 from mha2mla.kernels.mla_decode.quantization import SCALE_OF_LARGEST, SMALLEST_SCALE
 from mha2mla.kernels.skinny_linear.up_projections import THREADS as W_UK_THREADS
 from mha2mla.kernels.skinny_linear.up_projections import w_uk_blocks, w_uk_parts
@@ -19,16 +19,40 @@ BLOCK_THREADS = 128  # of rope_append
 LARGEST_FLOAT = 3.4028234663852886e38
 
 
-def append_parts(
-    *, heads: int, num_rope_heads: int, row_width: int, qk_rope_head_dim: int, num_tables: int, page_size: int,
-    dtype: str, interleaved: bool, vector: int, block_tokens: int, threads: int, on_cpu: bool = False,
-) -> SimpleNamespace:  # fmt: skip
+@dataclass(frozen=True)
+class AppendShape:
+    """Static part of a call.
+
+    Attributes:
+        heads: query heads H to rotate; 0 leaves the queries out.
+        num_rope_heads, row_width: G and the width of a row; what is 0 is not written.
+        qk_rope_head_dim: d_r.
+        num_tables: rows of inv_freq; divides H and G.
+        page_size: tokens per page.
+        dtype: of rows, keys, queries and caches.
+        interleaved: pairs are neighbours (x_0, x_1), …; else halves (x_0, x_{d_r / 2}), ….
+        vector: elements that a thread moves at a time, at most; every row and pointer is aligned to so many.
+    """
+
+    heads: int
+    num_rope_heads: int
+    row_width: int
+    qk_rope_head_dim: int
+    num_tables: int
+    page_size: int
+    dtype: str
+    interleaved: bool = False
+    vector: int = 1
+
+
+def append_parts(s: AppendShape, block_tokens: int, threads: int, on_cpu: bool = False) -> SimpleNamespace:
     """Body of a block; arguments as of :func:`make_rope_append`.
 
     Returns:
         ``alloc()``: buffers by name; ``find_angles(call, m, t0, tokens)`` and ``find_slots(slots, m, t0, tokens,
         pages)`` of the block's tokens, from ``t0`` on, and once they are there ``write(call, m, t0, tokens)``.
     """
+    heads, num_rope_heads, row_width, qk_rope_head_dim, num_tables, page_size, dtype, interleaved, vector = astuple(s)
     accum = T.float32
     machine = Machine(on_cpu)
     half = qk_rope_head_dim // 2
@@ -137,22 +161,22 @@ def append_parts(
     return SimpleNamespace(alloc=alloc, find_angles=find_angles, find_slots=find_slots, write=write)
 
 
-def append_arguments(
-    machine: Machine, *, heads: int, num_rope_heads: int, row_width: int, qk_rope_head_dim: int, num_tables: int,
-    page_size: int, dtype: str, **_: Any,
-) -> dict[str, Any]:  # fmt: skip
-    """Types of the arguments of :func:`make_rope_append` by name; its own arguments."""
-    tokens, pages, rope = T.dynamic("tokens"), T.dynamic("pages"), qk_rope_head_dim
-    groups, width, queries = max(1, num_rope_heads), max(1, row_width), max(1, heads)
+def append_arguments(s: AppendShape, machine: Machine = GPU) -> dict[str, Any]:
+    """Types of the arguments by name: rows [N,width], keys [N,G,d_r] and queries [N,H,d_r] (run-time strides: parts of
+    one projection are read where they lie), positions [N] int32, slots [N] int32, inv_freq [num_tables,d_r/2] float32;
+    row_cache [P,page,width] and rope_cache [P,page,G*d_r] (run-time strides), out [N,H,d_r]; scaling float32. An absent
+    tensor is passed as any with a size of at least one everywhere."""
+    tokens, pages, rope, dtype = T.dynamic("tokens"), T.dynamic("pages"), s.qk_rope_head_dim, s.dtype
+    groups, width, queries = max(1, s.num_rope_heads), max(1, s.row_width), max(1, s.heads)
     return {
         "rows": machine.strided("rows", [tokens, width], dtype),
         "keys": machine.strided("keys", [tokens, groups, rope], dtype),
         "query": machine.strided("query", [tokens, queries, rope], dtype),
         "positions": T.Tensor([tokens], T.int32),
         "slots": T.Tensor([tokens], T.int32),
-        "inv_freq": T.Tensor([num_tables, rope // 2], T.float32),
-        "row_cache": machine.strided("row", [pages, page_size, width], dtype),
-        "rope_cache": machine.strided("key", [pages, page_size, groups * rope], dtype),
+        "inv_freq": T.Tensor([s.num_tables, rope // 2], T.float32),
+        "row_cache": machine.strided("row", [pages, s.page_size, width], dtype),
+        "rope_cache": machine.strided("key", [pages, s.page_size, groups * rope], dtype),
         "out": T.Tensor([tokens, queries, rope], dtype),
         "scaling": T.float32(),
     }
@@ -173,44 +197,26 @@ def stride(i, *tensors):
 
 
 def make_rope_append(
-    *, heads: int, num_rope_heads: int, row_width: int, qk_rope_head_dim: int, num_tables: int, page_size: int,
-    dtype: str, interleaved: bool, vector: int = 1, block_tokens: int = 4, threads: int = 128,
-    dependent: bool = False, on_cpu: bool = False,
+    shape: AppendShape, *, block_tokens: int = 4, threads: int = BLOCK_THREADS, dependent: bool = False,
+    on_cpu: bool = False,
 ):  # fmt: skip
     """A TileLang function ``rope_append``; tokens and pages are run-time values.
 
     Args:
-        heads: query heads H to rotate; 0 leaves the queries out.
-        num_rope_heads, row_width: G and the width of a row; what is 0 is not written.
-        qk_rope_head_dim: d_r.
-        num_tables: rows of inv_freq; divides H and G.
-        page_size: tokens per page.
-        dtype: of rows, keys, queries and caches.
-        interleaved: pairs are neighbours (x_0, x_1), …; else halves (x_0, x_{d_r / 2}), ….
-        vector: elements that a thread moves at a time, at most; every row and pointer is aligned to so many.
+        shape: of the call; :func:`append_arguments` has the function's arguments.
         block_tokens, threads: of a block.
         dependent: launch it as a programmatic dependent of the kernel before (sm_90 and newer).
         on_cpu: compile for TileLang's C target.
-
-    The function's arguments: rows [N,width], keys [N,G,d_r] and queries [N,H,d_r] (run-time strides: parts of one
-    projection are read where they lie), positions [N] int32, slots [N] int32, inv_freq [num_tables,d_r/2] float32;
-    row_cache [P,page,width] and rope_cache [P,page,G*d_r] (run-time strides), out [N,H,d_r]; scaling float32. What is
-    tensor is absent is passed as any with a size of at least one everywhere.
     """
     threads = 1 if on_cpu else threads
-    static = dict(
-        heads=heads, num_rope_heads=num_rope_heads, row_width=row_width, qk_rope_head_dim=qk_rope_head_dim,
-        num_tables=num_tables, page_size=page_size, dtype=dtype, interleaved=interleaved, vector=vector,
-        block_tokens=block_tokens, threads=threads, on_cpu=on_cpu,
-    )  # fmt: skip
-    parts, arguments = append_parts(**static), append_arguments(Machine(on_cpu), **static)
+    parts, arguments = append_parts(shape, block_tokens, threads, on_cpu), append_arguments(shape, Machine(on_cpu))
     tokens, pages = arguments["rows"].shape[0], arguments["row_cache"].shape[0]
 
     @T.macro
     def body(call):
         with T.Kernel(T.ceildiv(tokens, block_tokens), threads=threads) as x:
             if not on_cpu:
-                assume_aligned(call, vector)
+                assume_aligned(call, shape.vector)
             m = Buffers(**parts.alloc())
             t0 = x * block_tokens
             if dependent:
@@ -224,10 +230,7 @@ def make_rope_append(
     return make_function("rope_append", arguments, body)
 
 
-def make_append_w_uk(
-    *, heads: int, num_rope_heads: int, row_width: int, qk_rope_head_dim: int, num_tables: int, page_size: int,
-    kv_heads: int, inner: int, dtype: str, vector: int = 1,
-):  # fmt: skip
+def make_append_w_uk(shape: AppendShape, *, kv_heads: int, inner: int):
     """A TileLang function ``append_w_uk`` for sm_90: a block for each token as of ``rope_append``, then those of
     ``w_uk``; tokens and pages are run-time values.
 
@@ -235,31 +238,25 @@ def make_append_w_uk(
     where these have changed once it has ended.
 
     Args:
-        heads, num_rope_heads, row_width, qk_rope_head_dim, num_tables, page_size, dtype, vector: as of
-            ``make_rope_append``, with ``row_width`` columns of a weight; halves are pairs.
+        shape: of the call, whose rows are as wide as a weight.
         kv_heads, inner: number of weights, and their rows, as ``groups`` and ``inner`` of ``make_w_uk``.
 
     The function's arguments: those of ``rope_append``; then x, up and mapped, as of ``w_uk``.
     """
-    static = dict(
-        heads=heads, num_rope_heads=num_rope_heads, row_width=row_width, qk_rope_head_dim=qk_rope_head_dim,
-        num_tables=num_tables, page_size=page_size, dtype=dtype, interleaved=False, vector=vector, block_tokens=1,
-        threads=W_UK_THREADS,
-    )  # fmt: skip
-    append = append_parts(**static)
-    product = w_uk_parts(heads=heads, groups=kv_heads, inner=inner, outer=row_width, dtype=dtype)
-    arguments = append_arguments(GPU, **static)
+    heads, width, dtype = shape.heads, shape.row_width, shape.dtype
+    append, arguments = append_parts(shape, 1, W_UK_THREADS), append_arguments(shape)
+    product = w_uk_parts(heads=heads, groups=kv_heads, inner=inner, outer=width, dtype=dtype)
     tokens, pages = arguments["rows"].shape[0], arguments["row_cache"].shape[0]
     arguments |= {
         "x": GPU.strided("x", [tokens, heads, inner], dtype),
-        "up": T.Tensor([kv_heads, inner, row_width], dtype),
-        "mapped": T.Tensor([tokens, heads, row_width], dtype),
+        "up": T.Tensor([kv_heads, inner, width], dtype),
+        "mapped": T.Tensor([tokens, heads, width], dtype),
     }
 
     @T.macro
     def body(call):
-        with T.Kernel(w_uk_blocks(tokens, heads, row_width) + tokens, threads=W_UK_THREADS) as block:
-            assume_aligned(call, vector)
+        with T.Kernel(w_uk_blocks(tokens, heads, width) + tokens, threads=W_UK_THREADS) as block:
+            assume_aligned(call, shape.vector)
             m = Buffers(**append.alloc(), **product.alloc(), then=T.alloc_local([2], T.int32))
             if block < tokens:
                 m.then[0] = call.positions[block]
@@ -356,16 +353,9 @@ def make_quantize_rows(
     return quantize_rows
 
 
-@cache
-def compile_rope_append(major_minor: int, **static):
-    """The compiled kernel; arguments as ``make_rope_append``'s. One compilation serves every N and P."""
-    return compile_for(make_rope_append(**static), major_minor, EXACT_PASS_CONFIGS)
-
-
-@cache
-def compile_append_w_uk(major_minor: int, **static):
-    """The compiled kernel; arguments as ``make_append_w_uk``'s."""
-    return compile_for(make_append_w_uk(**static), major_minor, EXACT_PASS_CONFIGS)
+compile_rope_append = compiler(make_rope_append, EXACT_PASS_CONFIGS)
+compile_append_w_uk = compiler(make_append_w_uk, EXACT_PASS_CONFIGS)
+compile_quantize_rows = compiler(make_quantize_rows, EXACT_PASS_CONFIGS)
 
 
 def launch_rope_append(
@@ -396,12 +386,12 @@ def launch_rope_append(
         row_cache = row_cache if width else rope_cache[:, :, :1]
         # With a table a head a token's angles occupy a block, and four tokens' make it wait.
         alone = inv_freq.numel() >= BLOCK_THREADS
-        kernel = compile_rope_append(
-            capability(query.device), block_tokens=1 if alone else 4, dependent=capability(query.device) >= 90,
-            heads=heads, num_rope_heads=groups, row_width=width, qk_rope_head_dim=rope, num_tables=inv_freq.shape[0],
-            page_size=page_size, dtype=dtype_name(query.dtype), interleaved=interleaved,
-            vector=vector_of(rows, keys, query, row_cache, rope_cache, out),
-        )  # fmt: skip
+        vector = vector_of(rows, keys, query, row_cache, rope_cache, out)
+        shape = AppendShape(
+            heads, groups, width, rope, len(inv_freq), page_size, dtype_name(query.dtype), interleaved, vector
+        )
+        here = capability(query.device)
+        kernel = compile_rope_append(here, shape=shape, block_tokens=1 if alone else 4, dependent=here >= 90)
         kernel(
             rows, keys, query, positions.contiguous(), slots.contiguous(), inv_freq.contiguous(), row_cache, rope_cache,
             out, attention_scaling,
@@ -421,22 +411,15 @@ def launch_append_w_uk(
         query, rows = with_dense_rows(query), with_dense_rows(rows)
         keys = with_dense_rows(keys) if groups else query[:, :1]
         rope_cache = rope_cache.flatten(2) if groups else query.as_strided((pages, page_size, rope), (0, 0, 1))
-        kernel = compile_append_w_uk(
-            capability(query.device), heads=heads, num_rope_heads=groups, row_width=rows.shape[1],
-            qk_rope_head_dim=rope, num_tables=inv_freq.shape[0], page_size=page_size, kv_heads=len(k_up),
-            inner=x.shape[2], dtype=dtype_name(query.dtype),
-            vector=vector_of(rows, keys, query, row_cache, rope_cache, out),
-        )  # fmt: skip
+        vector, dtype = vector_of(rows, keys, query, row_cache, rope_cache, out), dtype_name(query.dtype)
+        shape = AppendShape(
+            heads, groups, rows.shape[1], rope, len(inv_freq), page_size, dtype, interleaved=False, vector=vector
+        )
+        kernel = compile_append_w_uk(capability(query.device), shape=shape, kv_heads=len(k_up), inner=x.shape[2])
         kernel(
             rows, keys, query, positions.contiguous(), slots.contiguous(), inv_freq.contiguous(), row_cache, rope_cache,
             out, attention_scaling, with_dense_rows(x), k_up, mapped,
         )  # fmt: skip
-
-
-@cache
-def compile_quantize_rows(major_minor: int, **static):
-    """The compiled kernel; arguments as ``make_quantize_rows``'s."""
-    return compile_for(make_quantize_rows(**static), major_minor, EXACT_PASS_CONFIGS)
 
 
 def launch_quantize_rows(rows: Tensor, row_cache: Tensor, row_scale: Tensor, slots: Tensor) -> None:

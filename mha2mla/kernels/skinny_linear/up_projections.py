@@ -1,14 +1,14 @@
 """W_UK and W_UV, a weight for each head or group of heads: both of few tokens, and either of any number."""
 
-from functools import cache
 from types import SimpleNamespace
+from typing import Any
 
 import tilelang.language as T
 from torch import Tensor
 
 from mha2mla.kernels.devices import capability, dtype_name, on_device
 from mha2mla.kernels.layouts import aligned, with_dense_rows
-from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, Buffers, Machine, compile_for
+from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, PASS_CONFIGS, Buffers, Machine, compiler
 
 ROWS = 8  # tokens of a block
 COLUMNS = 128  # of a block
@@ -365,52 +365,34 @@ def make_w_uv(*, columns: int, outputs: int, dtype: str, groups: int, dependent:
     return w_uv
 
 
-@cache
-def compile_w_uk(major_minor: int, **static):
-    """The compiled kernel, for any number of tokens; arguments as ``make_w_uk``'s."""
-    return compile_for(make_w_uk(**static, dependent=major_minor >= 90), major_minor, EXACT_PASS_CONFIGS)
+compile_w_uk = compiler(make_w_uk, EXACT_PASS_CONFIGS)
+compile_w_uv = compiler(make_w_uv, EXACT_PASS_CONFIGS)
+compile_up_projection = compiler(make_up_projection, PASS_CONFIGS)
 
 
-@cache
-def compile_up_projection(major_minor: int, **static):
-    """The compiled kernel, for any number of tokens; arguments as ``make_up_projection``'s."""
-    return compile_for(make_up_projection(**static, dependent=major_minor >= 90), major_minor)
+def _launch(compile_kernel, x: Tensor, *tensors: Tensor, **static: Any) -> None:
+    with on_device(x.device):
+        here = capability(x.device)
+        compile_kernel(here, dtype=dtype_name(x.dtype), dependent=here >= 90, **static)(x, *tensors)
 
 
 def launch_up_projection(x: Tensor, weight: Tensor, out: Tensor, transposed: bool) -> None:
     """Run the kernel over tokens [N, H, inner]."""
     tokens, heads, inner = x.shape
-    with on_device(x.device):
-        kernel = compile_up_projection(
-            capability(x.device), heads=heads, groups=len(weight), inner=inner, outer=out.shape[2],
-            dtype=dtype_name(x.dtype), transposed=transposed,
-            rows=FEW_ROWS if tokens * heads <= FEW_ROWS * len(weight) else GROUP_ROWS,
-        )  # fmt: skip
-        kernel(x, weight, out)
+    _launch(
+        compile_up_projection, x, weight, out, heads=heads, groups=len(weight), inner=inner, outer=out.shape[2],
+        transposed=transposed, rows=FEW_ROWS if tokens * heads <= FEW_ROWS * len(weight) else GROUP_ROWS,
+    )  # fmt: skip
 
 
 def launch_w_uk(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """Run the kernel over tokens [N, H, inner]."""
     _, heads, inner = x.shape
-    with on_device(x.device):
-        kernel = compile_w_uk(
-            capability(x.device), heads=heads, groups=len(weight), inner=inner, outer=out.shape[2],
-            dtype=dtype_name(x.dtype),
-        )  # fmt: skip
-        kernel(with_dense_rows(x), weight, out)
-
-
-@cache
-def compile_w_uv(major_minor: int, **static):
-    """The compiled kernel; arguments as ``make_w_uv``'s."""
-    return compile_for(make_w_uv(**static, dependent=major_minor >= 90), major_minor, EXACT_PASS_CONFIGS)
+    x = with_dense_rows(x)
+    _launch(compile_w_uk, x, weight, out, heads=heads, groups=len(weight), inner=inner, outer=out.shape[2])
 
 
 def launch_w_uv(x: Tensor, weight: Tensor, out: Tensor, groups: int) -> None:
     """Run the kernel over rows [N, groups K]."""
     outputs, columns = weight.shape
-    with on_device(x.device):
-        kernel = compile_w_uv(
-            capability(x.device), outputs=outputs, columns=columns, dtype=dtype_name(x.dtype), groups=groups
-        )
-        kernel(aligned(x), weight, out)
+    _launch(compile_w_uv, aligned(x), weight, out, outputs=outputs, columns=columns, groups=groups)
