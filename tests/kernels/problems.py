@@ -12,9 +12,8 @@ from mha2mla.kernels import gqa_decode, mla_decode, quantize_latent
 from mha2mla.kernels.gqa_decode import selection as gqa_selection
 from mha2mla.kernels.mla_decode import selection as mla_selection
 from mha2mla.kernels.mla_decode.api import FP8
-from mha2mla.kernels.split_kv.choice import KernelChoice
+from mha2mla.kernels.split_kv.choice import FIELDS, Column, KernelChoice
 from mha2mla.kernels.split_kv.reference import Fragment, Span, attended_span, plan_fragments, write_schedule
-from mha2mla.kernels.split_kv.schedule import FIELDS, Column
 from mha2mla.testing.problems import UNUSED_PAGE, GQAProblem, PagedProblem, Problem, exact, judge, sequences
 
 NO_WINDOW = 2**30  # as launch.py, which imports TileLang

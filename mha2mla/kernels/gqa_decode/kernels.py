@@ -14,7 +14,7 @@ import tilelang.language as T
 from mha2mla.kernels.gqa_decode.selection import GQAShape, padded_columns
 from mha2mla.kernels.machine import BARRIER, BY_ROW, GPU, WARPGROUP, Buffers, Machine, make_function
 from mha2mla.kernels.split_kv import softmax
-from mha2mla.kernels.split_kv.choice import KernelChoice
+from mha2mla.kernels.split_kv.choice import TILE_TOKENS, KernelChoice
 from mha2mla.kernels.split_kv.device import (
     Types,
     end_fragment,
@@ -28,7 +28,6 @@ from mha2mla.kernels.split_kv.device import (
     take_work,
     zero_masked,
 )
-from mha2mla.kernels.split_kv.schedule import TILE_TOKENS
 
 CONSUMERS = WARPGROUP  # threads that compute
 BLOCK = 64  # cached tokens per tile: the M of one wgmma

@@ -27,7 +27,7 @@ from mha2mla.kernels.mla_decode.static import (
     position_of,
 )
 from mha2mla.kernels.split_kv import softmax
-from mha2mla.kernels.split_kv.choice import KernelChoice
+from mha2mla.kernels.split_kv.choice import TILE_TOKENS, KernelChoice
 from mha2mla.kernels.split_kv.device import (
     MASKED,
     load_queries,
@@ -37,7 +37,6 @@ from mha2mla.kernels.split_kv.device import (
     store,
     take_work,
 )
-from mha2mla.kernels.split_kv.schedule import TILE_TOKENS
 
 BY_COLUMN = T.GemmWarpPolicy.FullCol
 

@@ -11,8 +11,7 @@ import tilelang.language as T
 from tilelang import tvm
 
 from mha2mla.kernels.machine import GPU, WARPGROUP, Machine
-from mha2mla.kernels.split_kv.choice import RowTiling
-from mha2mla.kernels.split_kv.schedule import FIELDS, TILE_TOKENS, Column
+from mha2mla.kernels.split_kv.choice import FIELDS, TILE_TOKENS, Column, RowTiling
 
 # Far below any real score in float32, and finite: differences of it are not NaN. Subtract before scaling: contracted
 # to a fused multiply-add, ``m * scale - m * scale`` is the rounding error of 1e30, and its exponential infinite.

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernels.devices import in_plain_eager_mode, register
-from mha2mla.kernels.split_kv.choice import MAX_SPLITS
-from mha2mla.kernels.split_kv.schedule import FIELDS, MAX_BATCH
+from mha2mla.kernels.split_kv.choice import FIELDS, MAX_BATCH, MAX_SPLITS
 
 MOST_LAUNCHES = 64  # that a plan remembers: a model's layers are a few kinds of calls
 MAX_BLOCKS = 65535  # of CTAs in the dimension of a grid that counts them

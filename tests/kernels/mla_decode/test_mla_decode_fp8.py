@@ -7,7 +7,7 @@ import torch
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import dequantize_latent, explain_mla_decode, mla_decode, quantize_latent
-from mha2mla.kernels.mla_decode.quantization import CODES, SMALLEST_SCALE
+from mha2mla.kernels.mla_decode.reference import CODES, SMALLEST_SCALE
 from mha2mla.kernels.mla_decode.selection import DecodeShape, column_of_code, select_kernel
 from mha2mla.testing.problems import Problem, exact
 from tests.few import few

@@ -80,7 +80,7 @@ def _combine(
 ) -> tuple[Tensor, Tensor]:
     if not compiled:
         return attention_combine_reference(partial_out, partial_lse, num_splits, dtype=dtype)
-    from mha2mla.kernels.attention_combine.kernel import launch_attention_combine
+    from mha2mla.kernels.split_kv.combine import launch_attention_combine
 
     out, lse = _empty(partial_out, partial_lse, num_splits, dtype)
     launch_attention_combine(partial_out, partial_lse, num_splits, out, lse)
