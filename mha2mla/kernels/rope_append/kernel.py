@@ -360,7 +360,7 @@ compile_quantize_rows = compiler(make_quantize_rows, EXACT_PASS_CONFIGS)
 
 def launch_rope_append(
     rows: Tensor, keys: Tensor, query: Tensor, row_cache: Tensor, rope_cache: Tensor, positions: Tensor,
-    slots: Tensor, inv_freq: Tensor, out: Tensor, attention_scaling: float, interleaved: bool,
+    slots: Tensor, inv_freq: Tensor, attention_scaling: float, interleaved: bool, out: Tensor,
 ) -> None:  # fmt: skip
     """Run the kernel; shapes as in :func:`mha2mla.kernels.mla_append`. What is empty (queries, keys, rows, a cache) is
     left out: rows alone are written, or keys alone, or nothing and only queries are rotated."""

@@ -377,7 +377,8 @@ def _launch(compile_kernel, x: Tensor, *tensors: Tensor, **static: Any) -> None:
 
 
 def launch_up_projection(x: Tensor, weight: Tensor, out: Tensor, transposed: bool) -> None:
-    """Run the kernel over tokens [N, H, inner]."""
+    """Run the kernel over tokens [..., N, H, inner]."""
+    x, out = x.flatten(0, -3), out.view(-1, *out.shape[-2:])
     tokens, heads, inner = x.shape
     _launch(
         compile_up_projection, x, weight, out, heads=heads, groups=len(weight), inner=inner, outer=out.shape[2],
@@ -386,9 +387,9 @@ def launch_up_projection(x: Tensor, weight: Tensor, out: Tensor, transposed: boo
 
 
 def launch_w_uk(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """Run the kernel over tokens [N, H, inner]."""
+    """Run the kernel over tokens [..., N, H, inner]."""
+    x, out = with_dense_rows(x.flatten(0, -3)), out.view(-1, *out.shape[-2:])
     _, heads, inner = x.shape
-    x = with_dense_rows(x)
     _launch(compile_w_uk, x, weight, out, heads=heads, groups=len(weight), inner=inner, outer=out.shape[2])
 
 

@@ -292,7 +292,7 @@ compile_attention_combine = compiler(make_attention_combine, SMALL_PASS_CONFIGS)
 
 
 def launch_attention_combine(
-    partial_out: Tensor, partial_lse: Tensor, num_splits: Tensor | None, out: Tensor, lse: Tensor
+    partial_out: Tensor, partial_lse: Tensor, num_splits: Tensor | None, _: torch.dtype, out: Tensor, lse: Tensor
 ) -> None:
     """Run the kernel; shapes as in :func:`mha2mla.kernels.attention_combine`."""
     if out.numel() == 0:
