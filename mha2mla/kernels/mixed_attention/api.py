@@ -19,7 +19,7 @@ from mha2mla.kernels.layouts import Argument, check_scale, check_tensors
 from mha2mla.kernels.mixed_attention.layout import Wave
 from mha2mla.kernels.mixed_attention.plan import ChunkPart, MixedPlan, check_lengths
 from mha2mla.kernels.mla_decode.api import mla_decode, mla_decode_w_uv, serves_w_uv
-from mha2mla.kernels.mla_decode.reference import CODES, dequantize_latent, holds_codes
+from mha2mla.kernels.mla_decode.quantization import CODES, dequantize_latent, holds_codes
 from mha2mla.kernels.skinny_linear.api import project_w_uk, skinny_linear, up_project
 from mha2mla.kernels.skinny_linear.selection import is_skinny, serves_up_project, serves_w_uk
 from mha2mla.kernels.split_kv.plan import DecodePlan

@@ -11,7 +11,7 @@ from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels.devices import capability, dtype_name, in_plain_eager_mode
 from mha2mla.kernels.latent_rope import LatentRope
 from mha2mla.kernels.layouts import ALIGNMENT, Argument, argument_error
-from mha2mla.kernels.mla_decode.reference import CODES
+from mha2mla.kernels.mla_decode.quantization import CODES
 from mha2mla.kernels.mla_decode.selection import DecodeShape, latent_shape, refusal, select_kernel
 from mha2mla.kernels.split_kv.choice import MERGED_ROWS
 from mha2mla.kernels.split_kv.op import PagedOp

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mha2mla.kernels.devices import capability, register_kernel, runs_compiled
 from mha2mla.kernels.layouts import Argument, argument_error, check_tensors
-from mha2mla.kernels.mla_decode.reference import CODES, holds_codes, quantize_latent
+from mha2mla.kernels.mla_decode.quantization import CODES, holds_codes, quantize_latent
 from mha2mla.kernels.skinny_linear.selection import serves_w_uk
 
 MAX_SLOTS = 2**31 - 1  # slots are int32, and so is their number in kernels

@@ -9,7 +9,7 @@ import torch
 
 from mha2mla.kernels import attention_combine, gqa_attention, mla_attention
 from mha2mla.kernels.mixed_attention.api import MAX_PARTIALS, gather_rows
-from mha2mla.kernels.mla_decode.reference import dequantize_latent, quantize_latent
+from mha2mla.kernels.mla_decode.quantization import dequantize_latent, quantize_latent
 from tests.kernels.mixed_attention.problems import (
     SCALE,
     WIDTHS,
