@@ -125,8 +125,12 @@ class MLAGeometry:
         return self.latent_bits < 16
 
     def cache_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes cached per token and layer for elements of ``itemsize`` bytes (2 for bfloat16)."""
-        return self.cache_numel_per_token * itemsize
+        """Bytes cached per token and layer for elements of ``itemsize`` bytes (2 for bfloat16); latents that are codes
+        with their scales, offsets and padding."""
+        latent = self.kv_lora_rank * itemsize
+        if self.has_codes:
+            latent = code_bytes(self.kv_lora_rank, self.latent_bits, self.latent_group)
+        return latent + self.rope_width * itemsize
 
     def decode_flops_per_token(self) -> int:
         """Multiply-adds counted twice, of one query token per cached token, in the absorbed form: 2 H (2 d_c + d_r);

@@ -315,6 +315,7 @@ class LayerWalk:
         """Config of the result, for attention that is computed here."""
         config = converted_config(self.model.config, self.spec, self.geometries, self.recipe)
         config._attn_implementation = REPEATABLE_ATTENTION
+        config.latent_bits = 16  # the basis of codes is computed when all layers are there
         return config
 
     def stored(self, layer: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

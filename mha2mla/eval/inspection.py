@@ -226,11 +226,11 @@ def _calibrated_length(config: MHA2MLAConfig, record: dict[str, Any]) -> str:
 
 
 def _cache_ratio(config: MHA2MLAConfig) -> str:
-    """Numbers cached per token over the source's, and with rotary keys kept, where these can be computed instead."""
+    """Bytes cached per token over the source's in 16 bits, and with rotary keys kept, where these can be computed."""
     layers = [config.layer_geometry(index) for index in range(config.num_hidden_layers)]
-    before = sum(layer.source_cache_numel_per_token for layer in layers)
+    before = 2 * sum(layer.source_cache_numel_per_token for layer in layers)
     alone, kept = (
-        sum(layer.cache_numel_per_token for layer in each) / before
+        sum(layer.cache_bytes_per_token(2) for layer in each) / before
         for each in (layers, [layer.with_stored_keys for layer in layers])
     )
     return f"{alone:.2f}" + ("" if config.has_rope_cache else f", {kept:.2f} with rotary keys kept")

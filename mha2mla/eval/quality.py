@@ -292,6 +292,8 @@ def _codes_latents(caches: Sequence[KVCodes | LatentCodes], texts: Sequence[str]
         raise ValueError(f"texts has {BASIS_TEXT!r}, from which bases are computed; expected other texts")
     if not hasattr(converted.config, "kv_lora_rank"):
         raise ValueError(f"converted has model_type {converted.config.model_type!r}; expected latents to quantise")
+    if converted.config.latent_bits != 16:
+        raise ValueError(f"converted has latent_bits {converted.config.latent_bits}; expected 16 to quantise latents")
     return True
 
 

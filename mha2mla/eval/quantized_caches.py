@@ -32,15 +32,15 @@ _GROUPINGS = ("channel", "token")
 
 
 class ComparedCache:
-    """A model with its cache, run over windows of a text; here the cache of 16 bits that every model has.
+    """A model with its own cache, run over windows of a text: of 16 bits, or of the checkpoint's codes.
 
     Args:
         model: causal language model, ready to evaluate.
-        name: of the cache, as in :class:`~mha2mla.eval.quality.QualityRow`.
+        name: of the cache, as in :class:`~mha2mla.eval.quality.QualityRow`; None: by its bits.
     """
 
-    def __init__(self, model: nn.Module, name: str = "16 bits") -> None:
-        self.model, self.name = model, name
+    def __init__(self, model: nn.Module, name: str | None = None) -> None:
+        self.model, self.name = model, name or f"{getattr(model.config, 'latent_bits', 16)} bits"
 
     def run(self, module: nn.Module, ids: Tensor) -> Any:
         """Output of ``module``, the model or its base model, over windows of ids [B, L] without padding."""

@@ -1,4 +1,4 @@
-"""Integer codes of rows: each group of elements has a scale and an offset. Plain torch, any device."""
+"""Integer codes of rows, and paged caches of them: each group of elements has a scale and an offset. Plain torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from mha2mla.kernels.devices import register
+from mha2mla.kernels.rope_append.api import write_rows
 
 _SCALE_BITS = (8, 16)
 _PLANES = (8, 4, 2, 1)  # bits of a code are stored in planes of these widths, so that no code crosses a byte
@@ -156,3 +159,51 @@ def _unpack(packed: Tensor, plane: int, group: int) -> Tensor:
     """The inverse of :func:`_pack`."""
     shifts = torch.arange(0, 8, plane, dtype=torch.uint8, device=packed.device)[:, None]
     return (packed[..., None, :] >> shifts & (1 << plane) - 1).flatten(-2)[..., :group]
+
+
+def append_codes(
+    latent: Tensor, latent_cache: Tensor, slots: Tensor, quantizer: GroupQuantizer, centers: Tensor | None
+) -> None:
+    """Writes the codes of new rows into a paged cache.
+
+    Args:
+        latent: [N, d_c].
+        latent_cache: [P, page, bytes of a row] uint8, written.
+        slots: [N] int32; as in :func:`mha2mla.kernels.mla_append`.
+        centers: [2, d_c], or None.
+    """
+    _append_codes(latent, latent_cache, slots, centers, quantizer.bits, quantizer.group)
+
+
+def read_codes(
+    latent_cache: Tensor,
+    block_table: Tensor,
+    width: int,
+    quantizer: GroupQuantizer,
+    centers: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Pages of a ``block_table`` [B, max_pages] with their rows dequantised: [B * max_pages, page, width].
+
+    A page that the table lacks (-1) is that of some other place.
+    """
+    return _read_codes(latent_cache, block_table, centers, width, quantizer.bits, quantizer.group, dtype)
+
+
+_append_codes = register(
+    "append_codes(Tensor latent, Tensor(a!) latent_cache, Tensor slots, Tensor? centers, int bits, int group) -> ()",
+    lambda latent, latent_cache, slots, centers, bits, group: write_rows(
+        ((latent_cache, GroupQuantizer(bits, group).encode(latent, centers)),), slots
+    ),
+    lambda *_: None,
+)
+_read_codes = register(
+    "read_codes(Tensor latent_cache, Tensor block_table, Tensor? centers, int width, int bits, int group,"
+    " ScalarType dtype) -> Tensor",
+    lambda latent_cache, block_table, centers, width, bits, group, dtype: GroupQuantizer(bits, group).decode(
+        latent_cache[block_table.flatten().clamp(min=0).long()], width, dtype, centers
+    ),
+    lambda latent_cache, block_table, centers, width, bits, group, dtype: latent_cache.new_empty(
+        block_table.numel(), latent_cache.shape[1], width, dtype=dtype
+    ),
+)

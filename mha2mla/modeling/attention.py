@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.distributed.utils import is_dtensor
 
+from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import LatentRope, rotary_keys, rotate_keys
 from mha2mla.modeling import modeling_mha2mla
 from mha2mla.modeling.cache import LatentCache
+from mha2mla.modeling.cache_layout import quantizer_of
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.fused_projections import affine_map, own_map, project
 from mha2mla.modeling.guards import refuse_gradients
@@ -77,12 +79,35 @@ class MLAAttention(modeling_mha2mla.MLAAttention):
     def _cached_latents(self, latent: Tensor, cache: Cache) -> Tensor:
         if not isinstance(cache, LatentCache):
             return super()._cached_latents(latent, cache)
-        keys = latent[..., :0]
-        if cache.constants[self.layer_idx].geometry.has_rope_cache:
+        keys, geometry = latent[..., :0], cache.constants[self.layer_idx].geometry
+        if geometry.has_rope_cache:
             first = cache.get_seq_length(self.layer_idx)
             positions = torch.arange(latent.shape[1], device=latent.device) + first
-            keys = self._rotary_keys(latent, positions[None])[:, :, 0]
-        return cache.update(latent[:, None], keys[:, None], self.layer_idx)[0][:, 0]
+            keys = self._rotary_keys(self._rounded(latent, geometry), positions[None])[:, :, 0]
+        if not geometry.has_codes:
+            return cache.update(latent[:, None], keys[:, None], self.layer_idx)[0][:, 0]
+        was_empty, codes = cache.layers[self.layer_idx].is_empty, {"latent_centers": self._centers}
+        cached = cache.update(latent[:, None], keys[:, None], self.layer_idx, **codes)[0][:, 0]
+        return cached + (latent - latent.detach()) if was_empty and torch.is_grad_enabled() else cached
+
+    @property
+    def _centers(self) -> Tensor | None:
+        """[2, d_c] of a checkpoint of codes."""
+        return getattr(self, "latent_centers", None)
+
+    def _read_latent(self, latent: Tensor, cache: Cache | None) -> Tensor:
+        """As codes of ``config.latent_bits`` give latents back; a LatentCache quantises by itself."""
+        if isinstance(cache, LatentCache):
+            return latent
+        return self._rounded(latent, self.config.layer_geometry(self.layer_idx))
+
+    def _rounded(self, latent: Tensor, geometry: MLAGeometry) -> Tensor:
+        """``latent`` [..., d_c] as its codes give it back, its gradient unchanged (straight-through); itself where
+        latents are no codes."""
+        if not geometry.has_codes:
+            return latent
+        rounded = quantizer_of(geometry).round(latent.detach(), self._centers)
+        return rounded + (latent - latent.detach()) if torch.is_grad_enabled() else rounded
 
     def _rotary_keys(self, latent: Tensor, positions: Tensor) -> Tensor:
         scaling = self.config.layer_rope_scaling(self.layer_idx)
@@ -116,6 +141,11 @@ class MLAAttention(modeling_mha2mla.MLAAttention):
         """
         layer = step.layers[self.layer_idx]
         q_nope, q_pe, latent, k_pe = self._encoded(hidden_states)
+        computes_keys = not layer.constants.geometry.has_rope_cache
+        has_codes = layer.constants.geometry.has_codes
+        if k_pe is None and not computes_keys:
+            # Of what the codes give back, so that kept keys are those that would be computed when they are read.
+            k_pe = self._project(self._rounded(latent, layer.constants.geometry), self.k_rope_proj)[0][:, :, None]
         tensors = {
             "q_nope": q_nope.flatten(0, 1),
             "q_pe": q_pe.flatten(0, 1),
@@ -124,21 +154,20 @@ class MLAAttention(modeling_mha2mla.MLAAttention):
             "k_up": self._own("k_b_proj") if self.geometry.qk_nope_head_dim else None,
             "v_up": self._own("v_b_proj"),
         }
-        if not layer.constants.geometry.has_rope_cache:
+        if computes_keys:
             tensors["rope_weight"], tensors["rope_bias"] = affine_map(self.k_rope_proj, latent)
-        elif k_pe is None:  # one product: torch adds the bias of [B, S, d_c] whose rows lie apart by another kernel
-            tensors["k_pe"] = self._project(tensors["latent"], self.k_rope_proj)[0][:, None]
         device, no_autocast = hidden_states.device.type, nullcontext()
         if torch.is_autocast_enabled(device):
             # Attention has the dtype of the cache, so autocast ends with the projections.
             no_autocast, dtype = torch.autocast(device, enabled=False), layer.dtype
             tensors = {name: tensor if tensor is None else tensor.to(dtype) for name, tensor in tensors.items()}
         with no_autocast:
-            rotated, out = step.run(self.layer_idx, {**tensors, "inv_freq": self._own("inv_freq")})
+            buffers = {"inv_freq": self._own("inv_freq"), "latent_centers": self._centers if has_codes else None}
+            rotated, out = step.run(self.layer_idx, {**tensors, **buffers})
         if out is not None:
             return out.unflatten(0, hidden_states.shape[:2]), None
-        cached, k_pe = layer.tokens_with(hidden_states.shape[1])
-        latent = latent if layer.is_empty else cached
+        cached, k_pe = layer.tokens_with(hidden_states.shape[1], buffers["latent_centers"])
+        latent = latent if layer.is_empty and not has_codes else cached
         if k_pe is None:
             k_pe = self._rotary_keys(latent, torch.arange(latent.shape[1], device=latent.device)[None])
         q_pe = rotated["q_pe"].view_as(q_pe)

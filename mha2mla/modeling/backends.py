@@ -15,6 +15,7 @@ from mha2mla.kernels import (
     DecodePlan,
     LatentRope,
     MixedPlan,
+    append_codes,
     append_w_uk,
     explain_attention_varlen,
     explain_gqa_decode,
@@ -27,9 +28,10 @@ from mha2mla.kernels import (
     plan_gqa_attention,
     plan_mla_attention,
     plan_mla_decode,
+    read_codes,
 )
 from mha2mla.modeling.batch import SequenceBatch
-from mha2mla.modeling.cache_layout import fp8_layout, gqa_layout, latent_layout
+from mha2mla.modeling.cache_layout import fp8_layout, gqa_layout, latent_layout, quantizer_of
 from mha2mla.modeling.registry import (
     AttentionBackend,
     AttentionConstants,
@@ -44,11 +46,13 @@ from mha2mla.modeling.registry import (
 def _mla_plan(
     backend: str | None, cache: Tensors, batch: Batch, constants: AttentionConstants, dtype: torch.dtype
 ) -> MixedPlan:
-    geometry, rope = constants.geometry, cache.get("rope_cache")
+    geometry = constants.geometry
+    cache, table = _stand_in(cache, batch.block_table, geometry, dtype)
+    rope = cache.get("rope_cache")
     return plan_mla_attention(
         cache["latent_cache"],
         rope,
-        batch.block_table,
+        table,
         batch.cache_seqlens,
         batch.lengths,
         num_attention_heads=geometry.num_attention_heads,
@@ -72,7 +76,9 @@ def _mla_plan_decode(
     constants: AttentionConstants,
     dtype: torch.dtype,
 ) -> DecodePlan:
-    geometry, latent = constants.geometry, cache["latent_cache"]
+    geometry = constants.geometry
+    cache, _ = _stand_in(cache, block_table, geometry, dtype)
+    latent = cache["latent_cache"]
     shape = (block_table.shape[0], query_length, geometry.num_attention_heads, geometry.kv_lora_rank)
     return plan_mla_decode(
         # Stands in for queries, of which shape, dtype and device are looked at.
@@ -88,14 +94,54 @@ def _mla_plan_decode(
     )
 
 
-def _mla_append(
+def _stand_in(cache: Tensors, block_table: Tensor, geometry: MLAGeometry, dtype: torch.dtype) -> tuple[Tensors, Tensor]:
+    """Caches of the shape and dtype that :func:`_dequantised` will have, without memory, and their block table; of
+    latents that are no codes the cache itself."""
+    if not geometry.has_codes:
+        return cache, block_table
+    pages, page_size = block_table.numel(), cache["latent_cache"].shape[1]
+    latent = cache["latent_cache"].new_empty((), dtype=dtype).expand(pages, page_size, geometry.kv_lora_rank)
+    rope = cache.get("rope_cache")
+    kept = {} if rope is None else {"rope_cache": rope.new_empty(()).expand(pages, *rope.shape[1:])}
+    return {"latent_cache": latent, **kept}, _numbered(block_table)
+
+
+def _dequantised(
+    cache: Tensors, block_table: Tensor, tensors: Tensors, geometry: MLAGeometry
+) -> tuple[Tensors, Tensor]:
+    """Pages of a block table, copied with latents that are codes dequantised, and the table of the copies; of other
+    latents the cache itself."""
+    if not geometry.has_codes:
+        return cache, block_table
+    codes = (quantizer_of(geometry), tensors.get("latent_centers"), tensors["q_pe"].dtype)
+    latent, rope = (
+        read_codes(cache["latent_cache"], block_table, geometry.kv_lora_rank, *codes),
+        cache.get("rope_cache"),
+    )
+    kept = {} if rope is None else {"rope_cache": rope[block_table.flatten().clamp(min=0).long()]}
+    return {"latent_cache": latent, **kept}, _numbered(block_table)
+
+
+def _numbered(block_table: Tensor) -> Tensor:
+    """[B, max_pages], places counted row by row; -1 where there is no page."""
+    places = torch.arange(block_table.numel(), dtype=torch.int32, device=block_table.device).view_as(block_table)
+    return torch.where(block_table < 0, -1, places)
+
+
+def append_latents(
     backend: str | None, tensors: Tensors, cache: Tensors, batch: Batch, constants: AttentionConstants
 ) -> dict[str, Tensor]:
+    """``append`` of the MLA backends, by the backend of their ops."""
+    latent, latent_cache = tensors["latent"], cache["latent_cache"]
+    if constants.geometry.has_codes:
+        codes = (quantizer_of(constants.geometry), tensors.get("latent_centers"))
+        append_codes(latent, latent_cache, batch.slots, *codes)
+        latent, latent_cache = latent[:, :0], latent.new_empty(*latent_cache.shape[:2], 0)
     given = (
-        tensors["latent"],
+        latent,
         tensors.get("k_pe"),
         tensors["q_pe"],
-        cache["latent_cache"],
+        latent_cache,
         cache.get("rope_cache"),
         batch.positions,
         batch.slots,
@@ -117,6 +163,7 @@ def _mla_attend(
     if tensors.get("rope_weight") is not None:
         parameters = tensors["rope_weight"], tensors["rope_bias"], tensors["inv_freq"][0]
         rope = LatentRope(*parameters, constants.attention_scaling)
+    cache, table = _dequantised(cache, batch.block_table, tensors, constants.geometry)
     layer = (cache["latent_cache"], cache.get("rope_cache"), tensors["k_up"], tensors["v_up"])
     options = {
         "softmax_scale": constants.softmax_scale,
@@ -131,7 +178,7 @@ def _mla_attend(
         q_nope.unflatten(0, rows),
         q_pe.unflatten(0, rows),
         *layer,
-        batch.block_table,
+        table,
         batch.cache_seqlens,
         q_latent=None if q_latent is None else q_latent.unflatten(0, rows),
         cache_starts=batch.cache_starts,
@@ -222,6 +269,14 @@ def _explain_gqa(geometry: GQAGeometry, page_size: int, dtype: torch.dtype, devi
     return explain_gqa_decode(*heads, geometry.qk_head_dim, geometry.v_head_dim, page_size, dtype, device)
 
 
+def _explain_fp8(
+    explain: Callable, geometry: MLAGeometry, page_size: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    if geometry.has_codes:
+        return f"it stores latents as e4m3 numbers, and the checkpoint's are codes of {geometry.latent_bits} bits"
+    return explain(geometry, page_size, dtype, device)
+
+
 def _serves_all(*_: object) -> None:
     """Nothing is refused."""
 
@@ -235,14 +290,14 @@ def _mla(name: str, backend: str | None, explain: Callable, explain_long: Callab
         "cache_layout": latent_layout,
         "plan": partial(_mla_plan, backend),
         "plan_decode": partial(_mla_plan_decode, backend),
-        "append": partial(_mla_append, backend),
+        "append": partial(append_latents, backend),
         "attend": partial(_mla_attend, backend),
     }
     return AttentionBackend(
         name=name,
         geometry=MLAGeometry,
         per_token=("q_nope", "q_pe", "latent", "k_pe"),
-        weights=("k_up", "v_up", "inv_freq", "rope_weight", "rope_bias"),
+        weights=("k_up", "v_up", "inv_freq", "rope_weight", "rope_bias", "latent_centers"),
         explain=explain,
         explain_long=explain_long,
         **{**ops, **options},
@@ -274,9 +329,20 @@ BUILT_IN: Mapping[str, AttentionBackend] = MappingProxyType(
             _mla("mla_paged", None, explain_mla_decode, _long_mla),
             _gqa("gqa_paged", None, _explain_gqa, _long_gqa),
             _mla(
-                "mla_fp8", None, partial(explain_mla_decode, latent_dtype=torch.float8_e4m3fn), _long_mla, **_EIGHT_BITS
+                "mla_fp8",
+                None,
+                partial(_explain_fp8, partial(explain_mla_decode, latent_dtype=torch.float8_e4m3fn)),
+                _long_mla,
+                **_EIGHT_BITS,
             ),
-            _mla("mla_fp8_reference", "reference", partial(_rows, 16), _serves_all, compiled=False, **_EIGHT_BITS),
+            _mla(
+                "mla_fp8_reference",
+                "reference",
+                partial(_explain_fp8, partial(_rows, 16)),
+                _serves_all,
+                compiled=False,
+                **_EIGHT_BITS,
+            ),
             # No op of its own attends: the model's attn_implementation does.
             _mla("mla_expanded", None, _serves_all, _one_call, compiled=False, automatic=False, attend=None, plan=None),
             # Last: what serves where nothing else does.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mha2mla.geometry import MLAGeometry
+from mha2mla.kernels import GroupQuantizer
 from mha2mla.modeling.pages import PageCopy
 
 PAGE_SIZE = 64
@@ -95,9 +96,19 @@ def in_bytes(tensor: Tensor) -> Tensor:
 
 def latent_layout(geometry: MLAGeometry, page_size: int, dtype: torch.dtype = torch.bfloat16) -> CacheLayout:
     """``latent_cache`` [.., d_c] and ``rope_cache`` [.., G, d_r], as ``mla_decode`` takes them; the first alone with
-    ``has_rope_cache`` False."""
-    latent = CacheTensor("latent_cache", (geometry.kv_lora_rank,), dtype)
-    return CacheLayout("mla", (latent, *_rope(geometry, dtype)), page_size)
+    ``has_rope_cache`` False. Latents that are codes: [.., bytes of a row] uint8."""
+    width, name = geometry.kv_lora_rank, "mla"
+    if geometry.has_codes:
+        latent = CacheTensor("latent_cache", (quantizer_of(geometry).bytes_per_row(width),), torch.uint8)
+        name = f"mla_{geometry.latent_bits}_bits"
+    else:
+        latent = CacheTensor("latent_cache", (width,), dtype)
+    return CacheLayout(name, (latent, *_rope(geometry, dtype)), page_size)
+
+
+def quantizer_of(geometry: MLAGeometry) -> GroupQuantizer:
+    """The codes of a layer's cached latents."""
+    return GroupQuantizer(geometry.latent_bits, geometry.latent_group)
 
 
 def fp8_layout(geometry: MLAGeometry, page_size: int, dtype: torch.dtype = torch.bfloat16) -> CacheLayout:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH, absorbs_up_to, dequantize_latent, is_absorbed, mla_append
-from mha2mla.modeling.backends import ATTENTION_BACKENDS
+from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH, absorbs_up_to, dequantize_latent, is_absorbed
+from mha2mla.modeling.backends import ATTENTION_BACKENDS, append_latents
 from mha2mla.modeling.batch import UniformBatch
-from mha2mla.modeling.cache_layout import PAGE_SIZE, CacheLayout, in_bytes
+from mha2mla.modeling.cache_layout import PAGE_SIZE, CacheLayout, in_bytes, quantizer_of
 from mha2mla.modeling.registry import AttentionBackend, AttentionConstants
 from mha2mla.modeling.served import name_over_cache
 
@@ -260,15 +260,22 @@ class LatentLayer(CacheLayerMixin):
             self._length += tokens
             self.is_empty = self._length == 0
 
-    def tokens_with(self, new_tokens: int) -> tuple[Tensor, Tensor | None]:
+    def tokens_with(self, new_tokens: int, latent_centers: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Tokens that the expanded form reads once ``new_tokens`` are written, before they are counted: latents
-        [B, T, d_c] and rotated keys [B, T, G, d_r] if they are cached, as many as :meth:`get_mask_sizes` says."""
+        [B, T, d_c] and rotated keys [B, T, G, d_r] if they are cached, as many as :meth:`get_mask_sizes` says.
+
+        Args:
+            latent_centers: [2, d_c] of the layer, where latents are codes.
+        """
         width, _ = self.get_mask_sizes(new_tokens)
         shape = (self.batch_size, self.capacity)
         stored = {name: tensor.view(*shape, *tensor.shape[2:])[:, :width] for name, tensor in self.tensors.items()}
         latent, rope = stored["latent_cache"], stored.get("rope_cache")
         if "latent_scale" in stored:
             latent = dequantize_latent(latent, stored["latent_scale"], self.dtype)
+        if self.geometry.has_codes:
+            width = self.geometry.kv_lora_rank
+            latent = quantizer_of(self.geometry).decode(latent, width, self.dtype, latent_centers)
         if not self.is_compileable or self.is_empty:
             return latent, rope
         # All of a static layer's, with zeros behind those that are there: the expanded form multiplies masked values by
@@ -276,7 +283,9 @@ class LatentLayer(CacheLayerMixin):
         there = (torch.arange(self.capacity, device=self.device) < self.cache_seqlens[0] + new_tokens)[:, None]
         return torch.where(there, latent, 0.0), None if rope is None else torch.where(there[..., None], rope, 0.0)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args, latent_centers: Tensor | None = None, **kwargs
+    ) -> tuple[Tensor, Tensor]:
         """Appends S tokens to every sequence.
 
         The cache keeps values, not their history: gradients pass a first call only. (The model refuses gradients over a
@@ -285,11 +294,12 @@ class LatentLayer(CacheLayerMixin):
         Args:
             key_states: [B, 1, S, d_c], the latent.
             value_states: [B, 1, S, G * d_r], rotated keys; of no width where none are cached, as what is returned.
+            latent_centers: [2, d_c] of the layer, where latents are codes.
 
         Returns:
             Tokens that the expanded form reads, as wide as ``get_mask_sizes`` said before this call: the arguments
-            themselves if the layer was empty; else [B, 1, T, d_c] and [B, 1, T, G * d_r] with T tokens cached (dynamic)
-            or the capacity (static; zeros behind the cached tokens).
+            themselves if the layer was empty and latents are no codes; else [B, 1, T, d_c] and [B, 1, T, G * d_r] with
+            T tokens cached (dynamic) or the capacity (static; zeros behind the cached tokens).
 
         Raises:
             ValueError: another batch size than before, or more tokens than an empty static layer holds.
@@ -301,22 +311,18 @@ class LatentLayer(CacheLayerMixin):
         heads = rotated.unflatten(-1, (1, 0) if rope_cache is None else rope_cache.shape[2:])
         new = self.append_to(torch.zeros(1, new_tokens, dtype=torch.int32, device=self.device))
         # Keys are rotated already: frequencies of zero leave them alone, exactly in plain torch.
-        mla_append(
-            latent,
-            None if rope_cache is None else heads,
-            heads[:, :0],
-            self.tensors["latent_cache"],
-            rope_cache,
-            new.positions,
-            new.slots,
-            heads.new_zeros(1, heads.shape[-1] // 2, dtype=torch.float32),
-            latent_scale=self.tensors.get("latent_scale"),
-            backend="reference",
-        )
-        if self.is_empty:
+        tensors = {
+            "latent": latent,
+            "k_pe": None if rope_cache is None else heads,
+            "q_pe": heads[:, :0],
+            "inv_freq": heads.new_zeros(1, heads.shape[-1] // 2, dtype=torch.float32),
+            "latent_centers": latent_centers,
+        }
+        append_latents("reference", tensors, self.tensors, new, self.constants)
+        if self.is_empty and not self.geometry.has_codes:
             returned = key_states, value_states
         else:
-            latent, rope = self.tokens_with(new_tokens)
+            latent, rope = self.tokens_with(new_tokens, latent_centers)
             returned = latent[:, None], (latent[..., :0] if rope is None else rope.flatten(2))[:, None]
         self.cache_seqlens.add_(new_tokens)
         self.count(new_tokens)

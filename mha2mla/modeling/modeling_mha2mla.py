@@ -192,6 +192,7 @@ class MLAAttention(nn.Module):
         scaling = self.config.layer_rope_scaling(self.layer_idx)
         cos, sin = rotary_cos_sin(position_ids, self._own("inv_freq"), scaling, hidden_states.dtype)
         q_nope, q_pe, latent, k_pe = self._encoded(hidden_states)
+        latent = self._read_latent(latent, past_key_values)
         q_pe = q_pe.unflatten(2, (self.geometry.num_rope_heads, -1))
         q_pe = apply_rope(q_pe, cos[..., None, :], sin[..., None, :]).flatten(2, 3)
         if k_pe is None:
@@ -208,6 +209,10 @@ class MLAAttention(nn.Module):
             latent, k_pe = past_key_values.update(latent[:, None], k_pe.flatten(2)[:, None], self.layer_idx)
             latent, k_pe = latent[:, 0], k_pe[:, 0].unflatten(-1, (self.geometry.num_rope_heads, -1))
         return self._expanded(q_nope, q_pe, latent, k_pe, attention_mask, limits, **kwargs)
+
+    def _read_latent(self, latent: Tensor, cache: Cache | None) -> Tensor:
+        """What attention over ``cache`` reads of new latents [B, S, d_c]."""
+        return latent
 
     def _own(self, name: str) -> Tensor:
         """A per-head map, or the table of frequencies, of the heads that are computed here."""

@@ -24,7 +24,6 @@ from mha2mla.conversion.result.destination import check_destination
 from mha2mla.conversion.source.opening import OpenedFolder, Source, open_source
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.environment import compute_device
-from mha2mla.terminal import Span
 from mha2mla.texts import check_text
 
 EVALUATION_TEXT = "builtin:prose"
@@ -40,7 +39,7 @@ _KINDS: Mapping[str, tuple[Any, str]] = {
     "evaluation": ((str, os.PathLike, torch.Tensor), _TEXT),
     "calibration": ((str, os.PathLike, torch.Tensor, list, tuple, type(None)), _TEXT),
     "overwrite": _FLAG,
-    "progress": ((bool, Span), "True or False"),
+    "progress": _FLAG,
 }
 _LEAST = {"spill_bytes": 0, "max_shard_bytes": 0, "evaluation_tokens": 2}
 
@@ -67,7 +66,7 @@ class Arguments:
     compute_dtype: torch.dtype
     overwrite: bool
     resume: str
-    progress: bool | Span
+    progress: bool
     spill_bytes: int
     max_shard_bytes: int
 

@@ -45,6 +45,7 @@ class ConversionReport:
         source_name: what the caller called the source, a hub id or a folder's last part.
         geometry: of every layer; but for the rank, where ``layers`` says so.
         cache_numel_per_token, source_cache_numel_per_token: numbers cached per token, all layers.
+        cache_bytes_per_token: bytes of these in a cache of 16 bits; latents that are codes with scales and offsets.
         rotary_numel_per_token: numbers per token, all layers, that a cache adds which keeps rotary keys
             (``rotary_key_cache``); 0 where the layout caches them.
         recipe: every key of it.
@@ -76,6 +77,7 @@ class ConversionReport:
     num_layers: int
     geometry: MLAGeometry
     cache_numel_per_token: int
+    cache_bytes_per_token: int
     source_cache_numel_per_token: int
     rotary_numel_per_token: int
     recipe: dict[str, Any]
@@ -109,12 +111,13 @@ class ConversionReport:
 
     @property
     def cache_ratio(self) -> float:
-        return self.cache_numel_per_token / self.source_cache_numel_per_token
+        return self.cache_bytes_per_token / (2 * self.source_cache_numel_per_token)
 
     @property
     def kept_cache_ratio(self) -> float:
         """:attr:`cache_ratio` with rotary keys kept."""
-        return (self.cache_numel_per_token + self.rotary_numel_per_token) / self.source_cache_numel_per_token
+        kept = self.cache_bytes_per_token + 2 * self.rotary_numel_per_token
+        return kept / (2 * self.source_cache_numel_per_token)
 
     @property
     def weight_growth(self) -> float:
@@ -138,7 +141,7 @@ class ConversionReport:
         ratio = f"{parity.perplexity_ratio:.4f} x the source's in windows of {self.evaluation_length:,} tokens"
         if long_parity is not None:
             ratio += f", {long_parity.perplexity_ratio:.4f} x in one of {self.long_evaluation_length:,}"
-        cached, before = 2 * self.cache_numel_per_token, 2 * self.source_cache_numel_per_token
+        cached, before = self.cache_bytes_per_token, 2 * self.source_cache_numel_per_token
         kept = f" ({self.kept_cache_ratio:.4f} with rotary keys kept)" if self.rotary_numel_per_token else ""
         ranks = {layer["kv_lora_rank"] for layer in self.layers}
         by_layer = f" with ranks {min(ranks)} to {max(ranks)} by layer" if len(ranks) > 1 else ""
@@ -201,6 +204,7 @@ def make_report(
         model_type=opened.config.model_type,
         num_layers=len(geometries),
         cache_numel_per_token=sum(each.cache_numel_per_token for each in geometries),
+        cache_bytes_per_token=sum(each.cache_bytes_per_token(2) for each in geometries),
         recipe=config.recipe,
         calibrated_length=config.calibrated_length,
         device=str(source.device),

@@ -182,6 +182,7 @@ class VLLMForCausalLM(nn.Module):
                 f"quantization is {vllm_config.model_config.quantization!r}; expected none: quantised weights of"
                 " converted checkpoints are not served"
             )
+        config.latent_bits = 16  # vLLM's cache holds latents in its own dtype, whatever the checkpoint's codes
         self.config = config
         self.model = VLLMModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head"))

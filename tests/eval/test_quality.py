@@ -247,6 +247,18 @@ def test_quantised_caches_are_rows_with_their_bytes(tiny_source, tmp_path):
     assert (plain.rows[0], plain.by_position) == (report.rows[0], report.by_position)
 
 
+def test_codes_of_a_checkpoint_are_measured_as_they_are(tiny_source, tmp_path):
+    recipe = {"preset": "minimal", "cache_ratio": 0.16, "latent.bits": 4, "calibration.tokens": 256}
+    tiny.convert(str(tiny_source), tmp_path / "coded", {**recipe, "calibration.lengths": 64})
+    (row,) = evaluate_quality(tiny_source, tmp_path / "coded", **SETTINGS).rows
+    assert (row.cache, row.cache_share) == ("4 bits", 0.5 * 5 / 16)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "coded", latent_bits=16).eval()
+    (plain,) = evaluate_quality(tiny_source, model, **SETTINGS).rows
+    assert plain.cache == "16 bits" and plain.kl != row.kl
+    with pytest.raises(ValueError, match="converted has latent_bits 4; expected 16 to quantise latents"):
+        evaluate_quality(tiny_source, tmp_path / "coded", **SETTINGS, caches=[LatentCodes(4)])
+
+
 def test_the_standard_error_is_of_stretches(tiny_source, other):
     (row,) = evaluate_quality(tiny_source, other, **SETTINGS).rows
     windows = [

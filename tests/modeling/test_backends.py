@@ -1,5 +1,7 @@
 """Every attention backend behind one layer: compiled as one graph, exported with dynamic shapes, the same numbers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -9,11 +11,13 @@ from torch.export import Dim
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling.backends import BUILT_IN
 from mha2mla.modeling.batch import SequenceBatch
+from mha2mla.modeling.cache_layout import quantizer_of
 from mha2mla.modeling.registry import AttentionConstants, GQAGeometry
 from tests.few import few
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 STORED, LATENT = MLAGeometry(6, 2, 16, 8, 8, 16, 2), MLAGeometry(6, 1, 16, 8, 8, 16, 2, rope_from_latent=True)
+CODES = replace(LATENT, latent_bits=4)
 PAGE, PAGES = 16, 13
 CASES = [
     (BUILT_IN[name], geometry)
@@ -22,13 +26,14 @@ CASES = [
         ("gqa_paged", GQAGeometry(6, 2, 16, 8)),
         ("mla_fp8", LATENT),
         ("mla_paged", LATENT),
+        ("mla_reference", CODES),
         ("mla_fp8", STORED),
         ("mla_fp8_reference", STORED),
         ("mla_reference", LATENT),
         ("gqa_reference", GQAGeometry(6, 2, 16, 8)),
     )
 ]
-each_case = few("backend, geometry", CASES, count=4, ids=lambda value: getattr(value, "name", str(value)))
+each_case = few("backend, geometry", CASES, count=5, ids=lambda value: getattr(value, "name", str(value)))
 
 
 class AttentionLayer(nn.Module):
@@ -71,12 +76,15 @@ def arguments(backend, geometry, batch):
     else:
         shapes = {"q_nope": (n, 6, 8), "q_pe": (n, 6, 8), "k_pe": (n, 2, 8), "latent": (n, 16)}
         shapes |= {"k_up": (2, 8, 16), "v_up": (2, 16, 16), "rope_weight": (8, 16), "rope_bias": (8,)}
+        shapes |= {"latent_centers": (2, 16)}
         unused = {"k_pe"} if geometry.rope_from_latent else {"rope_weight", "rope_bias"}
+        unused |= set() if geometry.has_codes else {"latent_centers"}
     tensors = {name: torch.randn(shape) for name, shape in shapes.items() if name not in unused}
     assert {*tensors, *unused, "inv_freq"} == {*backend.per_token, *backend.weights}
     cache = backend.cache_layout(geometry, PAGE, torch.float32).make(PAGES)
     for cached in cache.values():
-        cached.copy_(torch.rand(cached.shape) + 0.1)
+        rows = torch.rand(*cached.shape[:2], 16) + 0.1 if cached.dtype == torch.uint8 else None
+        cached.copy_(torch.rand(cached.shape) + 0.1 if rows is None else quantizer_of(geometry).encode(rows))
     return tensors, cache
 
 

@@ -75,7 +75,7 @@ def test_ranks_by_layer_shards_records_and_files(converted, tmp_path):
     assert report.cache_numel_per_token == report.source_cache_numel_per_token == 32 + 24
     card = (tmp_path / "out" / "README.md").read_text()
     assert "A `mha2mla` checkpoint (`stored`) moved, exactly, into the layout that caches the latent alone" in card
-    assert "| 56 (1.0000; 1.2857 with rotary keys kept) |" in card and "(1.2857 with rotary keys kept)" in str(report)
+    assert "| 112 (1.0000; 1.2857 with rotary keys kept) |" in card and "(1.2857 with rotary keys kept)" in str(report)
     inspected = inspect_checkpoint(tmp_path / "out", "float32")
     assert inspected.summary["cache bytes per token"] == 4 * 56
     assert [row["bytes_per_token_and_layer"] for row in inspected.geometries] == [4 * 32, 4 * 24]

@@ -205,7 +205,12 @@ def test_a_folded_basis_changes_no_prediction(family, given, tmp_path):
     keys = {**SHORT, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "layout": "latent"}
     plain = convert(source, tmp_path / "plain", keys, evaluation=held_out)
     coded = convert(source, tmp_path / "coded", {**keys, "latent.bits": 4}, evaluation=held_out)
-    assert coded.parity.perplexity_converted == pytest.approx(plain.parity.perplexity_converted, rel=1e-5)
+    expected = tiny.logits(tmp_path / "plain", held_out)
+    folded = AutoModelForCausalLM.from_pretrained(tmp_path / "coded", latent_bits=16)
+    assert relative(folded(held_out).logits, expected) < 1e-4
+    lost = relative(tiny.logits(tmp_path / "coded", held_out), expected)
+    assert lost > 1e-3 and plain.parity.kl != coded.parity.kl
+    assert (coded.cache_ratio, plain.cache_ratio) == (plain.cache_ratio * 5 / 16, plain.cache_ratio)
     assert coded.geometry.has_codes and coded.geometry.kv_lora_rank == 32
     weights, written = load_file(tmp_path / "plain/model.safetensors"), load_file(tmp_path / "coded/model.safetensors")
     assert written.keys() - weights.keys() == {

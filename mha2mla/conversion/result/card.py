@@ -54,8 +54,8 @@ beside the weights.
 
 | | source | converted |
 |---|---|---|
-| numbers cached per token, all layers | {before:,} | {cached:,} ({cache_ratio:.4f}{kept}) |
-| bytes per token in bfloat16 | {before_bytes:,} | {cached_bytes:,} |
+| numbers cached per token, all layers | {before:,} | {cached:,} |
+| bytes per token in bfloat16{codes} | {before_bytes:,} | {cached_bytes:,} ({cache_ratio:.4f}{kept}) |
 | parameters | {source_parameters:,} | {parameters:,} ({weight_growth:.4f}) |
 | bytes of weights, as stored | {source_weight_bytes:,} | {weight_bytes:,} |
 | tokens of a sequence that it was made for | | {length} |
@@ -129,6 +129,7 @@ def model_card(
     """
     header = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["mha2mla", "mla"]}
     cached, before = report["cache_numel_per_token"], report["source_cache_numel_per_token"]
+    bits = report["geometry"]["latent_bits"]
     length = report["calibrated_length"]
     several = len({layer.get("kv_lora_rank") for layer in report["layers"]}) > 1
     return _CARD.format_map(
@@ -141,7 +142,8 @@ def model_card(
             "recipe_yaml": _yaml(report["recipe"]),
             "cached": cached,
             "before": before,
-            "cached_bytes": 2 * cached,
+            "cached_bytes": report["cache_bytes_per_token"],
+            "codes": f"; latents as codes of {bits} bits, by the package alone" if bits < 16 else "",
             "before_bytes": 2 * before,
             "kept": f"; {report['kept_cache_ratio']:.4f} with rotary keys kept"
             if report["rotary_numel_per_token"]

@@ -1,0 +1,1 @@
+"""Causal attention of equally long windows with gradients that repeat to the bit."""

@@ -1,0 +1,154 @@
+"""Latents cached as codes: one model over every cache, in any chunks, of the bytes that its config says."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from mha2mla.loop import Loop, Sampling
+from mha2mla.modeling import LatentCache
+from mha2mla.modeling.config import cache_bytes
+from tests.modeling import models
+
+EXACT = 1e-6  # in float64, but norms are float32
+CHUNKS = {"whole": (29,), "chunks": (15, 16, 17, 22, 29), "tokens": tuple(range(1, 30))}
+
+
+def coded_model(case="latent", bits=4, **keys):
+    """In float64, so that no rounding of another order of sums moves a code; centers where latents are."""
+    model = models.mla_model(case, latent_bits=bits, **keys).double()
+    for layer in model.model.layers:
+        layer.self_attn.latent_centers.normal_(std=0.5)
+    return model
+
+
+def run(model, cache, ids, stops, mask=None):
+    """Logits of calls that end at ``stops``."""
+    parts, start = [], 0
+    for stop in stops:
+        shown = None if mask is None else mask[:, :stop]
+        parts.append(model(ids[:, start:stop], attention_mask=shown, past_key_values=cache).logits)
+        start = stop
+    return torch.cat(parts, 1)
+
+
+def unquantised(model, ids):
+    model.config.latent_bits, bits = 16, model.config.latent_bits
+    logits = model(ids, use_cache=False).logits
+    model.config.latent_bits = bits
+    return logits
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize("form", models.FORMS)
+@pytest.mark.parametrize("case", models.LATENT_GEOMETRIES)
+@torch.no_grad()
+def test_chunks_of_any_size_are_one_model(case, form, chunks):
+    """Equal to a pass without a cache, and to that over transformers' own: attention reads codes everywhere."""
+    model, ids = coded_model(case, attention_backend=models.FORMS[form]), models.tokens(3, 29)
+    expected = model(ids, use_cache=False).logits
+    assert models.relative_error(expected, unquantised(model, ids)) > 1e-3
+    cache = LatentCache(model.config, page_size=16)
+    assert models.relative_error(run(model, cache, ids, CHUNKS[chunks]), expected) < EXACT
+    assert {name: each.dtype for name, each in cache.layers[0].tensors.items()} == {"latent_cache": torch.uint8}
+    assert cache.nbytes == 3 * cache.capacity * model.config.cache_bytes_per_token(8)
+    assert models.relative_error(run(model, DynamicCache(config=model.model.config), ids, (15, 29)), expected) < EXACT
+
+
+@pytest.mark.parametrize("keys", ["none", "bfloat16"])
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@torch.no_grad()
+def test_padding_static_caches_and_kept_keys(bits, static, keys):
+    """Kept rotary keys are those of the codes."""
+    model, ids = coded_model(bits=bits, rotary_key_cache=keys), models.tokens(3, 29)
+    mask = torch.ones_like(ids)
+    mask[1, :6], mask[2, :13] = 0, 0
+    rows = [model(ids[i : i + 1, (mask[i] == 0).sum() :], use_cache=False).logits[0] for i in range(3)]
+    cache = LatentCache(model.config, max_cache_len=29 if static else None, page_size=16)
+    found = run(model, cache, ids, CHUNKS["chunks"], mask)[mask.bool()]
+    assert models.relative_error(found, torch.cat(rows)) < EXACT
+    assert ("rope_cache" in cache.layers[0].tensors) == (keys == "bfloat16")
+    assert cache.nbytes == 3 * 32 * model.config.cache_bytes_per_token(8)
+
+
+@pytest.mark.parametrize("case", ["latent", "latent qk-norm", "latent some sliding"])
+@torch.no_grad()
+def test_paged_batches_share_forked_codes(case):
+    """Prompts in chunks beside decodes, a fork in the middle of a page, a crop."""
+    model, ids = coded_model(case), models.tokens(2, 60)
+    ids[1, :20] = ids[0, :20]
+    expected = model(ids, use_cache=False).logits
+    cache = model.paged_cache(num_pages=20, page_size=16)
+    assert cache.nbytes == 20 * 16 * model.config.cache_bytes_per_token(8)
+
+    def step(new):
+        batch = cache.extend({sequence: len(tokens) for sequence, tokens in new.items()})
+        logits = model.forward_batch(batch.flatten(list(new.values())), cache.step(batch), all_logits=True)
+        return batch.unflatten(logits)
+
+    first = cache.open()
+    (found,) = step({first: ids[0, :20]})
+    assert models.relative_error(found, expected[0, :20]) < EXACT
+    second = cache.fork(first)
+    for start, stop in ((20, 41), (41, 42), (42, 60)):
+        for row, found in enumerate(step({first: ids[0, start:stop], second: ids[1, start:stop]})):
+            assert models.relative_error(found, expected[row, start:stop]) < EXACT
+    cache.crop(first, 33)
+    (found,) = step({first: ids[0, 33:60]})
+    assert models.relative_error(found, expected[0, 33:]) < EXACT
+
+
+@torch.no_grad()
+def test_beams_and_the_loop_generate_alike():
+    """Greedy tokens of a loop are those of ``generate``; beams over codes are those over transformers' own cache."""
+    model, prompt = coded_model(bits=3), models.tokens(1, 11)
+    options = {"max_new_tokens": 12, "do_sample": False}
+    greedy = model.generate(prompt, **options)[0, 11:].tolist()
+    loop = Loop(model, num_pages=8, page_size=16, max_length=96)
+    assert loop.cache_bytes_per_token == model.config.cache_bytes_per_token(8)
+    request = loop.add(prompt[0].tolist(), Sampling(12))
+    loop.run()
+    assert request.tokens[-12:] == greedy
+    beams = {**options, "num_beams": 3, "num_return_sequences": 2}
+    plain = model.generate(prompt, **beams, past_key_values=DynamicCache(config=model.model.config))
+    assert torch.equal(model.generate(prompt, **beams), plain)
+
+
+def test_gradients_pass_codes_straight_through():
+    attention = coded_model(bits=3).model.layers[0].self_attn
+    latent = torch.randn(2, 5, 24, dtype=torch.float64, requires_grad=True)
+    seen, weight = attention._read_latent(latent, None), torch.randn(2, 5, 24, dtype=torch.float64)
+    (seen * weight).sum().backward()
+    assert torch.equal(latent.grad, weight)
+    with torch.no_grad():
+        assert torch.equal(attention._read_latent(latent, None), seen) and not torch.equal(seen, latent)
+    model, ids = coded_model(), models.tokens(2, 9)
+    grads = []
+    for options in ({"use_cache": False}, {"use_cache": True}):  # a first call keeps gradients
+        model.zero_grad()
+        model(ids, labels=ids, **options).loss.backward()
+        grads.append(model.model.layers[0].self_attn.kv_a_proj.weight.grad.clone())
+    assert models.relative_error(grads[1], grads[0]) < EXACT
+
+
+def test_bytes_are_of_codes_scales_and_kept_keys():
+    config = models.mla_config("latent per layer", latent_bits=[4, 3], kv_lora_rank=[64, 40], qk_rope_head_dim=[4, 6])
+    each = [2 * (16 + 4), 2 * (12 + 4)]  # 40 are padded to two groups
+    assert config.cache_bytes_per_token(2) == sum(each) and cache_bytes(config, 5, 2) == 5 * sum(each)
+    config.rotary_key_cache = "bfloat16"
+    assert config.cache_bytes_per_token(2) == sum(each) + 2 * (4 + 6)
+    config.latent_bits = 16
+    assert config.cache_bytes_per_token(2) == 2 * (64 + 40 + 4 + 6)
+
+
+@pytest.mark.parametrize("bits", [5, 0, "4"])
+def test_bits_that_no_code_has_are_refused(bits):
+    with pytest.raises((ValueError, TypeError), match="latent_bits"):
+        models.mla_config("latent", latent_bits=bits)
+
+
+@torch.no_grad()
+def test_the_folders_file_reads_the_latents_themselves():
+    model, ids = coded_model(), models.tokens(2, 20)
+    file = models.as_file(model).double()
+    assert models.relative_error(file(ids, use_cache=True).logits, unquantised(model, ids)) < EXACT
