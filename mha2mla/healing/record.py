@@ -1,4 +1,4 @@
-"""Results of a healing: weights, record, model card, report."""
+"""What a healing wrote and measured: weights, record, model card, report."""
 
 from __future__ import annotations
 

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION
-from mha2mla.conversion.latent.basis import LatentTap
 from mha2mla.eval.loading import load_model
 from mha2mla.healing.settings import Settings
-from mha2mla.kernels import GroupQuantizer
 
 ATTENTION = ".self_attn."
 # Maps to and from the latent: what a source has not.
@@ -76,42 +74,10 @@ def load_models(source: Path, converted: Path, device: torch.device, settings: S
     for _, parameter in _adapted(student):  # merging in bfloat16 would round twice
         parameter.data = parameter.data.float()
     student.to(device)
-    wide, codes = student.config.hidden_size >= _WIDE, coded_layers(student)
-    if codes and settings.checkpointing == "always":
-        raise ValueError(
-            "checkpointing is 'always' and latents are cached as codes, whose noise passes a cache; expected 'auto'"
-        )
-    if settings.checkpointing == "always" or (settings.checkpointing == "auto" and wide and not codes):
+    wide = student.config.hidden_size >= _WIDE
+    if settings.checkpointing == "always" or (settings.checkpointing == "auto" and wide):
         student.gradient_checkpointing_enable({"use_reentrant": False})
     return Models(student, teacher, adapted, shared)
-
-
-def coded_layers(student: nn.Module) -> dict[int, GroupQuantizer]:
-    """Layers whose latents the package caches as codes, and the codes."""
-    config, found = student.config, {}
-    for index in range(config.num_hidden_layers):
-        geometry = config.layer_geometry(index)
-        if geometry.latent_bits < 16:
-            found[index] = GroupQuantizer(geometry.latent_bits, geometry.latent_group)
-    return found
-
-
-class CodedLatents(LatentTap):
-    """Cache of one pass whose latents are rounded to codes, as if they were not for gradients (straight-through).
-
-    Basis and centers are those of the conversion.
-    """
-
-    def __init__(self, student: nn.Module, codes: dict[int, GroupQuantizer]) -> None:
-        super().__init__(student.config.num_hidden_layers, student.config.has_rope_cache)
-        self._layers, self._codes = student.base_model.layers, codes
-
-    def seen(self, latent: Tensor, layer_idx: int) -> Tensor:
-        if layer_idx not in self._codes:
-            return latent
-        with torch.no_grad():
-            rounded = self._codes[layer_idx].round(latent, self._layers[layer_idx].self_attn.latent_centers)
-        return latent + (rounded - latent).detach()
 
 
 def parameter_groups(student: nn.Module, settings: Settings) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from mha2mla.conversion.fit.repeatable import deterministic
 from mha2mla.files import atomic_write
 from mha2mla.healing.loss import distillation_loss
 from mha2mla.healing.settings import Settings
-from mha2mla.healing.student import CodedLatents, Models, coded_layers, parameter_groups
+from mha2mla.healing.student import Models, parameter_groups
 from mha2mla.terminal import progress_bar
 
 WARM_UP, DECAY = 0.03, 0.2  # shares of the steps
@@ -43,7 +43,6 @@ class Distillation(nn.Module):
     def __init__(self, models: Models, autocast: torch.dtype | None) -> None:
         super().__init__()
         self.student, self._teacher, self._autocast = models.student, (models.teacher,), autocast
-        self._codes = coded_layers(models.student)
         self.register_state_dict_post_hook(_keep_trained)
         self.register_load_state_dict_post_hook(lambda module, found: found.missing_keys.clear())
 
@@ -62,9 +61,7 @@ class Distillation(nn.Module):
             with torch.autocast(ids.device.type, self._autocast, enabled=self._autocast is not None):
                 with torch.no_grad():
                     expected = teacher.base_model(input_ids=ids, use_cache=False).last_hidden_state
-                cache = CodedLatents(self.student, self._codes) if self._codes else None
-                options = {"past_key_values": cache, "use_cache": cache is not None}
-                found = self.student.base_model(input_ids=ids, **options).last_hidden_state
+                found = self.student.base_model(input_ids=ids, use_cache=False).last_hidden_state
                 total = total + distillation_loss(
                     found.flatten(0, 1),
                     expected.flatten(0, 1),

@@ -1,14 +1,13 @@
 """The order of blocks, the budget in minutes, checkpoints that were not finished."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
 
 from mha2mla.healing import training
 from mha2mla.healing.settings import PRESETS, Settings
-from mha2mla.healing.student import CodedLatents, coded_layers, load_models
+from mha2mla.healing.student import load_models
 from mha2mla.healing.training import Distillation, last_checkpoint, passes, tokens_in
 from tests.conversion import tiny
 from tests.healing.test_run import LATENT, folders  # noqa: F401  a fixture
@@ -56,17 +55,15 @@ def test_codes_are_noise_that_gradients_pass(folders, tmp_path):  # noqa: F811
     ids, distillation = tiny.some_tokens(2, 32), Distillation(models, None)
     loss = distillation(ids, torch.tensor([32, 32]))["loss"]
     expected = models.teacher(ids).logits.log_softmax(-1)
-    for coded_at, same in ((True, True), (False, False)):
-        cache = CodedLatents(models.student, coded_layers(models.student) if coded_at else {})
-        found = models.student(ids, past_key_values=cache, use_cache=True).logits.log_softmax(-1)
+    for bits, same in ((3, True), (16, False)):
+        models.student.config.latent_bits = bits
+        found = models.student(ids, use_cache=True).logits.log_softmax(-1)
         kl = (expected.exp() * (expected - found)).sum(-1).mean()
         assert (abs(kl.item() / loss.item() - 1) < 1e-4) is same
     loss.backward()
     names = ("kv_a_proj.weight", "v_b_proj")
     attention = models.student.model.layers[0].self_attn
     assert all(attention.get_parameter(name).grad.abs().sum() > 0 for name in names)
-    with pytest.raises(ValueError, match="checkpointing is 'always' and latents are cached as codes"):
-        load_models(folders[0], coded, torch.device("cpu"), replace(settings, checkpointing="always"))
 
 
 def test_a_checkpoint_without_its_end_is_none(tmp_path):
