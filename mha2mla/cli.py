@@ -390,10 +390,8 @@ def demo(
         find_checkpoint(model, "model")
     announce("loading mha2mla and torch", thread_hint(device))
     from mha2mla.demo import run_demo
-    from mha2mla.environment import keep_freed_memory
     from mha2mla.eval.measurement import wrong_rows
 
-    keep_freed_memory()
     rows = run_demo(
         model, more=more, device=device, output=output, prompt=prompt, max_new_tokens=max_new_tokens, json=record
     )
@@ -457,6 +455,7 @@ def plan(
     context: int = 8192,
     cache_ratio: Annotated[list[float] | None, SEVERAL] = None,
     layout: Annotated[list[LayoutName] | None, SEVERAL] = None,
+    latent_bits: int = 16,
     json: Json = None,
 ) -> None:
     """Cache, capacity, speed and cost of converting a model, from its config alone.
@@ -472,6 +471,7 @@ def plan(
         context: tokens of a sequence.
         cache_ratio: one or several shares of the source's cache; default 0.5 0.3125 0.25 0.1875 0.125.
         layout: one or several; default latent.
+        latent_bits: of a cached element, 16, or 8, 4 or 3 for codes in the layout latent.
     """
     record = report_file(json, "plan", source)
     announce(f"reading {source}")
@@ -479,6 +479,7 @@ def plan(
     from mha2mla.pipeline import plan as sizing
 
     options = {"cache_ratios": cache_ratio or sizing.CACHE_RATIOS, "layouts": layout or (DEFAULT_LAYOUT,)}
+    options["latent_bits"] = latent_bits
     found = sizing.plan(source, gpu=gpu, tp=tp, context=context, **options)
     print_values(found.summary)
     print_table(found.rows, title="each GPU", columns=sizing.CAPACITY_COLUMNS, caption=sizing.STEP_NOTE)

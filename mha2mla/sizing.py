@@ -205,10 +205,10 @@ def footprint(config: PreTrainedConfig, geometry: MLAGeometry | None, spec: Sour
     text = getattr(config, "source_config", None) or config.to_dict()
     count = text.get("num_local_experts") or text.get("num_experts") or 1
     if geometry is None:
-        token = 2 * -(-spec.num_key_value_heads // tp) * spec.head_dim
+        token = ITEMSIZE * 2 * -(-spec.num_key_value_heads // tp) * spec.head_dim
         attention, keys = 4 * spec.num_attention_heads // tp * spec.head_dim, 0
     else:
-        token = geometry.cache_numel_per_token
+        token = geometry.cache_bytes_per_token(ITEMSIZE)
         keys = 0 if geometry.has_rope_cache else 2 * geometry.kv_lora_rank * geometry.qk_rope_head_dim
         attention = geometry.decode_flops_per_token() - keys
     layers = sum(size for name, size in sizes.items() if ".layers." in name)
@@ -219,7 +219,7 @@ def footprint(config: PreTrainedConfig, geometry: MLAGeometry | None, spec: Sour
         read=dense // tp + (looked_up if tied else 0),
         experts=experts // tp,
         expert_share=min(1.0, (text.get("num_experts_per_tok") or 1) / count) if experts else 0.0,
-        token_bytes=ITEMSIZE * token,
+        token_bytes=token,
         attention=attention,
         keys=keys,
         windows=spec.sliding_windows,

@@ -124,6 +124,7 @@ def plan(
     context: int = 8192,
     cache_ratios: Sequence[float] = CACHE_RATIOS,
     layouts: Sequence[LayoutName] = (DEFAULT_LAYOUT,),
+    latent_bits: int = 16,
 ) -> SizingPlan:
     """Cache, capacity, kernel, predicted step and conversion cost of a source's conversions, by cache ratio.
 
@@ -132,8 +133,9 @@ def plan(
         gpu: one of :data:`GPUS`; default this machine's.
         tp: GPUs that a model is split over.
         context: tokens of a sequence.
-        cache_ratios: elements cached after / before conversion, each in (0, 1].
+        cache_ratios: bytes cached after / before conversion, each in (0, 1].
         layouts: of the cache.
+        latent_bits: recipe key ``latent.bits``; of codes no step is predicted.
 
     Raises:
         ValueError: an argument out of range, by name, or a source that cannot be converted.
@@ -157,18 +159,21 @@ def plan(
     name = path.resolve().name
     typed = f"path/to/{name}" if source in SHAPES and not path.is_dir() else os.fspath(path)
     for layout, ratio in product(layouts, cache_ratios):
+        target = {"cache_ratio": ratio, "layout": layout, **({} if latent_bits == 16 else {"latent.bits": latent_bits})}
         row: dict[str, Any] = {"target": f"{layout} {ratio:g}", "layout": layout, "cache_ratio": ratio}
         rows.append(row)
         try:
-            row |= _converted_row(config, spec, before, machine, tp, context, layout, ratio)
+            row |= _converted_row(config, spec, before, machine, tp, context, target)
         except ValueError as error:
             row["note"] = f"no conversion: {error}"
             continue
         for model, (_, figures) in MEASURED_LOSSES.items():
-            row[model] = figures.get((row["preset"], layout), {}).get(ratio, NOT_MEASURED)
-        row["loss"] = "1" if ratio == 1 else row.get(name, NOT_MEASURED)
+            losses = figures.get((row["preset"], layout), {}) if latent_bits == 16 else {}
+            row[model] = losses.get(ratio, NOT_MEASURED)
+        row["loss"] = "1" if ratio == 1 and latent_bits == 16 else row.get(name, NOT_MEASURED)
         words = ["mha2mla", "convert", typed, f"{name}-{layout}-{ratio:g}", "--cache-ratio", f"{ratio:g}"]
         words += ["--layout", layout] if layout != DEFAULT_LAYOUT else []
+        words += ["--latent.bits", str(latent_bits)] if latent_bits != 16 else []
         commands.append(shlex.join(words + (["--preset", "quick"] if row["preset"] == "quick" else [])))
     summary = {"source": os.fspath(source), "parameters": before.parameters, "gpu": machine.name, "chosen": chosen}
     summary |= {"tp": tp, "context": context, "longest_context_of_the_model": config.max_position_embeddings}
@@ -182,10 +187,8 @@ def _converted_row(
     machine: GPU,
     tp: int,
     context: int,
-    layout: str,
-    ratio: float,
+    target: dict[str, Any],
 ) -> dict[str, Any]:
-    target = {"cache_ratio": ratio, "layout": layout}
     recipe, _ = Recipe.choose(normalize_keys(target), "cuda")
     cost = conversion_cost(before.layer_parameters, spec.num_layers, fitted=recipe.fit.steps > 0)
     if cost["gpu_gib"] > machine.memory / 2**30:
@@ -195,11 +198,12 @@ def _converted_row(
     geometry = HeadShard.of(whole, 0, tp).geometry
     after = footprint(converted_config(config, spec, (whole,) * spec.num_layers, recipe), geometry, spec, tp)
     kernel, why = decode_kernel(geometry, machine.capability)
-    eight_bits, _ = decode_kernel(geometry, machine.capability, codes=True)
+    eight_bits = None if geometry.has_codes else decode_kernel(geometry, machine.capability, codes=True)[0]
     row = {"d_c": whole.kv_lora_rank, "G": whole.num_rope_heads, "d_r": whole.qk_rope_head_dim, "kernel": kernel}
     why = "no prediction: this kernel is slower than its bytes" if kernel == PORTABLE else why
+    why = "no prediction: codes are dequantised by plain torch" if geometry.has_codes else why
     row |= {"note": why, "kernel_8_bit": eight_bits}
-    row |= _capacity(after, machine, context, is_served=kernel not in (None, PORTABLE))
+    row |= _capacity(after, machine, context, is_served=not why)
     codes = fp8_layout(geometry, PAGE_SIZE).bytes_per_token * spec.num_layers
     row |= {"bytes_per_token_8_bit": codes if eight_bits else None}
     if not geometry.has_rope_cache:

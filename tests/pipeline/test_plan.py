@@ -62,6 +62,15 @@ def test_plan_says_what_kept_rotary_keys_cost():
     assert row["bytes_per_token_kept"] == 28 * 2 * (512 + 128)
 
 
+def test_plan_counts_the_bytes_of_codes():
+    """Of 1,024 cached elements, 512 in 4 bits with scales and offsets take 0.156 of the bytes."""
+    found = plan("qwen2.5-7b", gpu="h200-141gb", cache_ratios=(0.16,), latent_bits=4)
+    row = found.rows[1]
+    assert (row["d_c"], row["bytes_per_token"]) == (512, 28 * 16 * (16 + 4))
+    assert row["note"] == "no prediction: codes are dequantised by plain torch" and row["loss"] == "not measured"
+    assert "--latent.bits 4" in found.commands[0]
+
+
 def test_plan_reads_nothing_but_the_config(tiny_source, tmp_path):
     shutil.copy(tiny_source / "config.json", tmp_path)
     expected = plan(tiny_source, cache_ratios=(0.5,)).rows
