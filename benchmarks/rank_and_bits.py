@@ -10,6 +10,7 @@ and what stays in 16 bits. The file is written after every row.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -36,11 +37,12 @@ RANKS = (0.5, 1.0, 0.75, 0.44, 0.625)  # relative to the elements that the sourc
 LENGTHS = (512, 8192)
 GROUP = 32  # ranks are multiples of it
 KV_CACHES = [KVCodes(bits, keys) for bits in (8, 4, 3, 2) for keys in ("channel", "token")]
-LATENT_CACHES = [LatentCodes(bits, basis) for basis in ("importance", "rotation", "balanced") for bits in (4, 3, 8)]
+LATENT_CACHES = [LatentCodes(4), LatentCodes(3), LatentCodes(8), LatentCodes(4, "balanced"), LatentCodes(3, "balanced")]
 # At half the rank alone.
 ABLATIONS = [
-    *(LatentCodes(bits, basis) for basis in ("plain", "components") for bits in (4, 3)),
-    *(LatentCodes(bits, group=group) for group in (64, None) for bits in (4, 3, 8)),
+    *(LatentCodes(bits, basis) for basis in ("rotation", "components") for bits in (4, 3)),
+    LatentCodes(4, "plain"),
+    *(LatentCodes(bits, group=group) for group in (64, None) for bits in (4, 3)),
     *(LatentCodes(bits, scale_bits=8) for bits in (4, 3)),
     LatentCodes(4, Importance(power=1.0)),
     LatentCodes(4, sinks=False),
@@ -56,6 +58,7 @@ def study(
     lengths: list[int] | None = None,
     max_tokens: int = 8192,
     calibration_tokens: int | None = None,
+    minutes: float = 8.0,
     device: str | None = None,
     json: str | None = None,
 ) -> bool:
@@ -69,14 +72,18 @@ def study(
         lengths: tokens of a window.
         max_tokens: of each text and length.
         calibration_tokens: of a conversion; default the preset's.
+        minutes: for all models. What has not begun by then is left out, and named.
         device: cpu, cuda, …; default CUDA when there is one.
         json: file to write after every row.
     """
     lengths = lengths or list(LENGTHS)
     measured = {"lengths": lengths, "texts": list(texts or TEXTS), "max_tokens": max_tokens}
     table = Recording("rank-and-bits", json, measured=measured)
-    for model in models.split(","):
-        study_model(model, Path(work), table, ranks or RANKS, measured, calibration_tokens, compute_device(device))
+    names, started = models.split(","), time.monotonic()
+    for index, model in enumerate(names):
+        deadline = started + 60 * minutes * (index + 1) / len(names)
+        settings = (ranks or RANKS, measured, calibration_tokens, compute_device(device), deadline)
+        study_model(model, Path(work), table, *settings)
     columns = (
         "model",
         "cache",
@@ -101,8 +108,9 @@ def study_model(
     measured: dict[str, Any],
     tokens: int | None,
     device: torch.device,
+    deadline: float,
 ) -> None:
-    """The source's rows, then every rank's."""
+    """The source's rows, then those of every rank that begins before the ``deadline`` of ``time.monotonic``."""
     source, tokenizer = load_model(model, "model", device=device, dtype=torch.float32), load_tokenizer(model, "model")
     predictor, full = Predictor(source), 2 * kv_width_of(model)
     windows = {
@@ -121,7 +129,10 @@ def study_model(
             table.add({"model": Path(model).name, **row, **_numbers([each.row() for each in found])})
 
     add([({"cache": make().name, **vars(codes)}, make) for codes, make in _paired(KV_CACHES, source, None, None)])
-    for rank in dict.fromkeys(int(ratio * full) // GROUP * GROUP for ratio in ranks):
+    for rank in dict.fromkeys(max(GROUP, int(ratio * full) // GROUP * GROUP) for ratio in ranks):
+        if time.monotonic() > deadline:
+            print(f"{Path(model).name}: no time for the latent of {rank}", file=sys.stderr)
+            continue
         folder = work / f"{Path(model).name}-{rank}"
         if not (folder / "config.json").is_file():
             keys = {} if tokens is None else {"calibration.tokens": tokens, "calibration.lengths": [512, 1024]}
