@@ -55,12 +55,12 @@ format: $(STAMP)
 
 # The .py is the source; the .ipynb is generated from it and keeps the outputs of the cells that did not change.
 notebook: $(STAMP)
-	$(BIN)/jupytext --update --to ipynb notebooks/compare_latencies.py
+	$(BIN)/jupytext --update --to ipynb notebooks/*.py
 
-# On a GPU: what the notebook is committed with, and the figure and its numbers beside it.
+# What the notebooks are committed with; on a GPU with the times of that GPU.
 notebook-outputs: notebook
-	MHA2MLA_NOTEBOOK_MODEL=$${MHA2MLA_NOTEBOOK_MODEL:-smollm2} \
-	  $(BIN)/jupyter-execute --inplace --timeout=3600 notebooks/compare_latencies.ipynb
+	for each in notebooks/*.ipynb; do \
+	  MHA2MLA_NOTEBOOK_MODEL=$${MHA2MLA_NOTEBOOK_MODEL:-smollm2} $(BIN)/jupyter-execute --inplace --timeout=3600 $$each || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -125,6 +125,13 @@ class Picture:
         text = re.sub(r"\n\s*<!--.*?-->", "", text)  # matplotlib repeats every text as a comment
         return text.replace("<svg ", f'<svg role="img" aria-label="{escape(self.headline)}" ', 1)
 
+    def _repr_png_(self) -> bytes:
+        """What a notebook shows."""
+        check_installed()
+        buffer = io.BytesIO()
+        _save(_draw(self), buffer, "png")
+        return buffer.getvalue()
+
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes a PNG, SVG or PDF file, as the name says; its folder is made when missing.
 
@@ -221,12 +228,6 @@ def style() -> dict[str, Any]:
         "svg.fonttype": "none",
         "svg.hashsalt": "mha2mla",
     }
-
-
-def figure_of(picture: Picture) -> Any:
-    """matplotlib Figure of a picture, for a notebook."""
-    check_installed()
-    return _draw(picture)
 
 
 def _draw(picture: Picture) -> Any:

@@ -11,182 +11,163 @@
 # ---
 
 # %% [markdown]
-# # MHA against MLA: decode latency, speed-up and cache
+# # Source against converted: steps, tokens and attention
 #
-# Converts a checkpoint, generates with source and converted model, and plots what a decode step costs over batch size
-# and length. Every time shown was measured after the same inputs passed a check against float64.
+# Pictures of what a conversion gains, by batch and length: first the decode step and the tokens per second, then the
+# attention op alone. The source is grey, the converted model blue. Every time belongs to a call that passed a check
+# against float64, or its row says that it was not checked.
 #
-# The next cell holds all the choices. As it stands it takes about a minute on a laptop: a small Llama of random
-# weights, so its text is noise and only its shapes are real. Set the variable `MHA2MLA_NOTEBOOK_MODEL` (or `MODEL`
-# below) to a folder or hub id for a real one, or to `smollm2` for the model of the demo. The figure is saved as
-# `compare_latencies.pdf` in the current folder, its numbers as `compare_latencies.csv`.
+# 1. **On record**: a model of Llama-2-7B's shape with random weights on one H200. Read from the files of
+#    `benchmarks/results`; needs no GPU.
+# 2. **Here**: a small model, converted and timed on this machine. Needs a GPU to say anything about speed: on a CPU the
+#    kernels do not run, plain PyTorch does, and the pictures say so.
 #
-# The outputs that are saved here took two minutes (`smollm2`, commit `9f466d2`) on an H200 whose host other jobs used:
-# where a band is wide, it was busy.
+# The next cell holds all choices. Set `MHA2MLA_NOTEBOOK_MODEL` to a folder or hub id, or to `smollm2` for the demo's
+# model; without it the model is a tiny Llama with random weights.
 
 # %%
+import json
 import os
 import tempfile
 import warnings
 from pathlib import Path
 
-# Progress bars, and the complaint that ipywidgets could draw nicer ones, have no place in a saved notebook.
-os.environ.setdefault("TQDM_DISABLE", "1")
+os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars have no place in a saved notebook
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 warnings.filterwarnings("ignore", message="IProgress not found")
 
-import matplotlib.pyplot as plt
-import pandas as pd
 import torch
-from matplotlib.ticker import LogLocator
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import transformers
+from IPython.display import display
 
 import mha2mla
 from mha2mla.environment import collect_environment, describe_environment
-from mha2mla.eval import attention_latency, decode_step_latency
+from mha2mla.eval import model_latency, plots, print_table, write_json
 from mha2mla.trial_models import fetch_smollm2, tiny_checkpoint
 
+transformers.utils.logging.disable_progress_bar()
 MODEL = os.environ.get("MHA2MLA_NOTEBOOK_MODEL")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 BATCH_SIZES = [1, 16, 64] if DEVICE == "cuda" else [1, 4]
-SEQLENS = [1024, 4096, 8192] if DEVICE == "cuda" else [64, 256, 1024]
-RECIPE = {"preset": "quick", "cache_ratio": 0.5}  # "preset": "latent" loses less, and fits for ten minutes on a GPU
-SAVED = Path("compare_latencies")
+SEQLENS = [1024, 2048, 4096] if DEVICE == "cuda" else [64, 256]
+CALIBRATED = 8192 if DEVICE == "cuda" else 512  # tokens of a sequence
+RECIPE = {
+    "preset": "minimal",
+    "cache_ratio": 0.5,
+    "calibration.lengths": CALIBRATED,
+    "calibration.tokens": 4 * CALIBRATED,
+}
+RESULTS = Path(mha2mla.__file__).parents[1] / "benchmarks" / "results"  # of a clone
+RATES = {"op": "attention", "step": "decode step", "e2e": "generate"}
 
+# %% [markdown]
+# ## On record: one H200
+#
+# The layout `per-group` with 512 + 16 numbers a head group caches an eighth of the source's bytes. The weights are
+# random, so nothing is known about loss.
+
+
+# %%
+def recorded(name: str) -> dict:
+    """A file of rows; empty outside a clone."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"rows": []}
+
+
+def show(rows: list[dict], op: str) -> None:
+    """Pictures of an op and the table of their numbers."""
+    pictures, table = plots.latencies(rows, op)
+    for picture in pictures:
+        display(picture)
+    unit = plots.OPS[op][1]
+    print_table(
+        table,
+        columns={
+            "batch": "batch",
+            "seqlen": "tokens",
+            "source": f"source, {unit}",
+            "converted": "converted",
+            "speed_up": "speed-up",
+        },
+    )
+
+
+files = [recorded(name) for name in ("h200-latency-e2e", "h200-latency-e2e-contexts")]
+on_record = [row for file in files for row in file["rows"]]
+for file in files:
+    if file["rows"]:
+        print(f"{file['random_weights']}, random weights → {file['geometry']}")
+        print(describe_environment(file["environment"]))
+show(on_record, "decode step")
+
+# %% [markdown]
+# `generate` makes 32 or 64 tokens after each prompt. The source's is transformers' own, without graph capture; the
+# converted model's replays CUDA graphs.
+
+# %%
+show(on_record, "generate")
+if picture := plots.largest_batches(on_record):
+    display(picture)
+
+# %% [markdown]
+# The attention of one layer alone, as far as it is on record at this shape.
+
+# %%
+show(recorded("h200-llama-2-7b-decode")["rows"], "attention")
+
+# %% [markdown]
+# ## Here: convert and generate
+#
+# The destination is a normal Hugging Face folder. `convert` reads it back and compares it with the source.
+
+# %%
 workplace = tempfile.TemporaryDirectory(prefix="mha2mla-")  # removed when the kernel ends
 folder = Path(workplace.name)
 if MODEL is None:
-    source = tiny_checkpoint(
-        folder / "random-llama", num_attention_heads=8, num_key_value_heads=8, head_dim=32, hidden_size=256
-    )
-elif MODEL == "smollm2":
-    source = fetch_smollm2()
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32, "hidden_size": 256}
+    source = tiny_checkpoint(folder / "random-llama", **heads)
 else:
-    source = MODEL
-
-# %% [markdown]
-# ## Convert
-#
-# The destination is a normal Hugging Face folder. `convert` reads it back and compares it with the source before the
-# folder gets its name.
-
-# %%
+    source = fetch_smollm2() if MODEL == "smollm2" else MODEL
 report = mha2mla.convert(source, folder / "converted", RECIPE, device=DEVICE, progress=False)
 print(str(report).replace(f"{folder}{os.sep}", ""))
 
-# %% [markdown]
-# ## Generate
-#
-# `import mha2mla` has registered the model class, so the auto classes load it like any other.
-
 # %%
-tokenizer = AutoTokenizer.from_pretrained(folder / "converted")
-models = {
-    "MHA/GQA (source)": AutoModelForCausalLM.from_pretrained(source, dtype=DTYPE).to(DEVICE).eval(),
-    "MLA (converted)": AutoModelForCausalLM.from_pretrained(folder / "converted", dtype=DTYPE).to(DEVICE).eval(),
-}
-prompt = tokenizer("The latent of an attention layer is", return_tensors="pt").to(DEVICE)
-for name, model in models.items():
+for checkpoint in (source, folder / "converted"):
+    model, tokenizer = mha2mla.load(checkpoint, device=DEVICE)
+    prompt = tokenizer("The latent of an attention layer is", return_tensors="pt").to(DEVICE)
     made = model.generate(
         prompt["input_ids"], attention_mask=prompt["attention_mask"], max_new_tokens=24, do_sample=False
     )
-    print(f"{name}: {tokenizer.decode(made[0], skip_special_tokens=True)!r}")
+    print(f"{Path(checkpoint).name}: {tokenizer.decode(made[0], skip_special_tokens=True)!r}")
+del model
 
 # %% [markdown]
-# ## Measure
+# ## Here: measure (times need a GPU)
 #
-# Once the attention op alone (the source's through torch's SDPA, the converted one's through `mla_decode`), once the
-# whole decode step. `us` is what is plotted: of the op the median `us_p50`, of the step on a GPU its time in a CUDA
-# graph, which is how `generate` replays it. A missing baseline is a row that says why.
+# Whole steps and `generate` first, the op last. On a GPU a step's time is that of its CUDA graph.
 
 # %%
-config = models["MLA (converted)"].config
-geometry = config.layer_geometry(0)
-attention = pd.DataFrame(
-    attention_latency(
-        geometry,
-        batch_sizes=BATCH_SIZES,
-        seqlens=SEQLENS,
-        dtype=DTYPE,
-        device=DEVICE,
-        softmax_scale=config.softmax_scale,
-        min_run_time=0.1,
-    )
-)
-step = pd.DataFrame(decode_step_latency(models, batch_sizes=BATCH_SIZES, seqlens=SEQLENS, min_run_time=0.2))
-attention["us"], step["us"] = attention["us_p50"], step["us_p50"]
-if DEVICE == "cuda":
-    step["us"] = step["us_graph"].fillna(step["us_p50"])
-rows = pd.concat([attention, step], ignore_index=True)
-rows.to_csv(SAVED.with_suffix(".csv"), index=False)
-environment = describe_environment(collect_environment())
-print(environment)
+environment = collect_environment()
+print(describe_environment(environment))
 if DEVICE == "cpu":
-    print("On a CPU the op is the plain torch reference, no kernel: its times say nothing of a GPU's.")
-columns = ["op", "implementation", "batch", "seqlen", "cache_bytes", "us_p20", "us_p50", "us_p80", "us"]
-shown = rows[[*columns, "error", "status"]]
-shown.style.format(precision=1, thousands=",", na_rep="").format("{:.1e}", subset="error", na_rep="")
+    print("No GPU: plain PyTorch runs instead of kernels. These times say nothing about a GPU's.")
+levels, shapes = tuple(RATES), {"batch_sizes": BATCH_SIZES, "seqlens": SEQLENS}
+rows = model_latency(
+    source, folder / "converted", levels=levels, **shapes, new_tokens=16, device=DEVICE, min_run_time=0.05
+)
+for op in ("decode step", "generate", "attention"):
+    show(rows, op)
 
 # %% [markdown]
-# ## Plot
-#
-# A colour per implementation, a line style per batch size. Bands around medians reach from p20 to p80. A speed-up
-# is the source's time over ours; of the attention op, the fastest of the source's over ours.
+# The rows as JSON: `mha2mla report compare_latencies.json -o report.html` makes a page of them.
 
 # %%
-STYLES = dict(zip(BATCH_SIZES, ["-", "--", ":", "-."], strict=False))
-OURS = ("mla_decode", "MLA (converted)")  # prefix of our implementations' names
-
-
-def over_lengths(axes, title: str, ylabel: str) -> None:
-    """Ticks where something was measured, and nowhere else."""
-    axes.set(xscale="log", yscale="log", xlabel="cached tokens", ylabel=ylabel, title=title)
-    axes.set_xticks(SEQLENS, labels=[f"{seqlen:,}" for seqlen in SEQLENS])
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.minorticks_off()
-
-
-def plot_times(table: pd.DataFrame, axes, title: str) -> None:
-    """Time over length, in ms where it is one or more."""
-    timed = table[table["status"] == "ok"]
-    unit, scale = ("ms", 1e3) if timed["us"].max() >= 1e3 else ("µs", 1)
-    for index, (name, ours) in enumerate(timed.groupby("implementation", sort=False)):
-        for batch, part in ours.sort_values("seqlen").groupby("batch"):
-            p20, us, p80 = (part[column] / scale for column in ("us_p20", "us", "us_p80"))
-            label = f"{name}, batch {batch}"
-            axes.plot(part["seqlen"], us, STYLES[batch], marker="o", color=f"C{index}", label=label)
-            if part["us"].equals(part["us_p50"]):
-                axes.fill_between(part["seqlen"], p20, p80, color=f"C{index}", alpha=0.15, linewidth=0)
-    over_lengths(axes, title, unit)
-
-
-def speed_up(table: pd.DataFrame) -> pd.Series:
-    """(batch, cached tokens) → the fastest of the source's over ours."""
-    timed = table[table["status"] == "ok"]
-    ours = timed["implementation"].str.startswith(OURS)
-    fastest = [part.groupby(["batch", "seqlen"])["us"].min() for part in (timed[~ours], timed[ours])]
-    return fastest[0] / fastest[1]
-
-
-figure, axes = plt.subplots(2, 2, figsize=(12, 9), layout="constrained")
-(op_times, step_times), (speed_ups, cached) = axes
-plot_times(attention, op_times, "attention op of a layer")
-how = ", in a CUDA graph" if DEVICE == "cuda" else ""
-plot_times(step, step_times, f"decode step of {config.num_hidden_layers} layers{how}")
-for index, (name, table) in enumerate({"attention op": attention, "decode step": step}.items()):
-    for batch, part in speed_up(table).groupby("batch"):
-        part = part.droplevel("batch")
-        label = f"speed-up of the {name}, batch {batch}"
-        speed_ups.plot(part.index, part, STYLES[batch], marker="s", color=f"C{index + 5}", label=label)
-speed_ups.axhline(1, color="black", linewidth=0.8)
-over_lengths(speed_ups, "speed-up", "source's time ÷ ours")
-sizes = step.groupby(["implementation", "seqlen"], sort=False)["cache_bytes"].min().unstack(0) / 2**20
-for name, part in sizes.items():
-    cached.plot(part.index, part, marker="o", color=f"C{list(sizes).index(name)}", label=f"cache, {name}")
-over_lengths(cached, f"cache of {BATCH_SIZES[0]} sequence(s), all layers", "MiB")
-figure.suptitle(f"{Path(source).name}: {geometry}, {str(DTYPE).removeprefix('torch.')}")
-figure.legend(loc="outside lower center", ncols=3, fontsize="small", title=environment, title_fontsize="x-small")
-figure.savefig(SAVED.with_suffix(".pdf"))
-plt.show()
+write_json(
+    "compare_latencies.json",
+    kind="latency",
+    rows=rows,
+    source=Path(source).name,
+    converted="converted",
+    environment=environment,
+)
+rows

@@ -41,13 +41,14 @@ def loss_by_length(conversions: Named) -> list[Picture]:
     def points(rows: Sequence[Row]) -> list[Point]:
         return [(row["seqlen"], _number(row["perplexity_ratio"])) for row in rows]
 
-    worst = {name: worst_losses(rows) for name, rows in conversions.items()}
-    said = "; ".join(
-        f"{name}: {_change(found[min(found)])} at {min(found):,} tokens"
-        + (f", {_change(found[max(found)])} at {max(found):,}" if len(found) > 1 else "")
-        for name, found in worst.items()
-        if found
-    )
+    worst = {name: found for name, rows in conversions.items() if (found := worst_losses(rows))}
+    said = [f"{_change(loss)} at {length:,}" for found in worst.values() for length, loss in found.items()]
+    said = ", ".join(dict.fromkeys(said[:1] + said[-1:])) + " tokens"
+    if len(worst) > 1:
+        last = sorted((found[max(found)], name) for name, found in worst.items())
+        said = (
+            " to ".join(f"{_change(loss)} ({name})" for loss, name in (last[0], last[-1])) + " in the longest windows"
+        )
     headline = f"Perplexity against the source's, on the worst text: {said}"
     return _by_text(conversions, headline, "tokens in a window", points, "line", "log2")
 
@@ -59,13 +60,15 @@ def loss_by_position(conversions: Named) -> list[Picture]:
         found = [(row["first"], _number(row["perplexity_ratio"])) for row in rows]
         return [*found, (rows[-1]["stop"], found[-1][1])]
 
-    first, last = ({}, {})
-    for name, rows in conversions.items():
-        for text in dict.fromkeys(row["text"] for row in rows):
-            parts = [_number(row["perplexity_ratio"]) for row in rows if row["text"] == text]
-            first[name] = max(parts[0], first.get(name, 0.0))
-            last[name] = max(parts[-1], last.get(name, 0.0))
-    said = "; ".join(f"{name}: {_change(first[name])} at its start, {_change(last[name])} at its end" for name in first)
+    ends = []
+    for place in (0, -1):
+        of_text = [
+            [row for row in rows if row["text"] == text]
+            for rows in conversions.values()
+            for text in {row["text"] for row in rows}
+        ]
+        ends.append(max((_number(parts[place]["perplexity_ratio"]) for parts in of_text), default=math.nan))
+    said = f"{_change(ends[0])} at its start, {_change(ends[1])} at its end"
     headline = f"Perplexity inside a window, on the worst text: {said}"
     return _by_text(conversions, headline, "position in the window (tokens)", points, "step", "linear")
 
@@ -228,29 +231,29 @@ def latencies(rows: Sequence[Row], op: str) -> tuple[list[Picture], list[dict[st
         (least, *_), (most, batch, seqlen) = min(ups), max(ups)
         span = f"{most:.2g}" if f"{least:.2g}" == f"{most:.2g}" else f"{least:.2g} to {most:.2g}"
         said = f"runs at {span} times the source's speed, most at batch {batch:,} × {seqlen:,} tokens"
+    by, x = ("batch", "seqlen")
+    if len({line["seqlen"] for line in table}) == 1 < len(table):
+        by, x = x, by  # one length: over the batch
     pictures = []
-    for batches in chunks(sorted({line["batch"] for line in table}), 4):
-        panels = [_over_length(table, batch, ("source", "converted"), unit) for batch in batches]
+    for values in chunks(sorted({line[by] for line in table}), 4):
+        parts = [[line for line in table if line[by] == value] for value in values]
+        panels = [_over(part, by, x, ("source", "converted"), unit) for part in parts]
         if ups:
-            panels += [_over_length(table, batch, ("speed_up",), "source's time ÷ ours") for batch in batches]
-        pictures.append(Picture(f"{subject} {said}", panels, columns=len(batches)))
+            panels += [_over(part, by, x, ("speed_up",), "source's time ÷ ours") for part in parts]
+        pictures.append(Picture(f"{subject} {said}", panels, columns=len(values)))
     return pictures, table
 
 
-def _over_length(table: Sequence[Row], batch: int, keys: Sequence[str], unit: str) -> Panel:
-    part = [line for line in table if line["batch"] == batch]
-    curves = [
-        Curve(
-            key.replace("speed_up", "converted"),
-            [(line["seqlen"], line.get(key)) for line in part],
-            "source" if key == "source" else "ours",
-        )
-        for key in keys
-    ]
+def _over(part: Sequence[Row], by: str, x: str, keys: Sequence[str], unit: str) -> Panel:
+    """Lines of one batch over length, or of one length over batch."""
+    names = {"batch": "sequences", "seqlen": "cached tokens"}
+    looks = {"source": ("source", "source"), "converted": ("converted", "ours"), "speed_up": ("converted", "ours")}
+    curves = [Curve(looks[key][0], [(line[x], line.get(key)) for line in part], looks[key][1]) for key in keys]
     if keys == ("speed_up",):
-        curves.insert(0, Curve("source", [(line["seqlen"], 1.0) for line in part], "source"))
-        return Panel("", "cached tokens", unit, curves)
-    return Panel(f"batch {batch:,}", "cached tokens", unit, curves)
+        curves.insert(0, Curve("source", [(line[x], 1.0) for line in part], "source"))
+        return Panel("", names[x], unit, curves)
+    title = f"batch {part[0]['batch']:,}" if by == "batch" else f"{part[0]['seqlen']:,} cached tokens"
+    return Panel(title, names[x], unit, curves)
 
 
 def largest_batches(rows: Sequence[Row]) -> Picture | None:

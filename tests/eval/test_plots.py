@@ -20,7 +20,7 @@ def _curves(panel):
 
 def test_loss_by_length_has_a_panel_for_each_text():
     (picture,) = plots.loss_by_length({"latent": LOSSES})
-    assert picture.headline.endswith("latent: +5.0 % at 512 tokens, +4.0 % at 2,048")
+    assert picture.headline.endswith("on the worst text: +5.0 % at 512, +4.0 % at 2,048 tokens")
     assert [panel.title for panel in picture.panels] == ["prose", "stdlib"]
     assert _curves(picture.panels[0]) == {"source": [(512, 1), (2048, 1)], "latent": [(512, 1.01), (2048, 1.02)]}
 
@@ -28,6 +28,11 @@ def test_loss_by_length_has_a_panel_for_each_text():
 def test_more_than_three_conversions_are_several_pictures():
     pictures = plots.loss_by_length({str(place): LOSSES for place in range(4)})
     assert [len(picture.panels[0].curves) for picture in pictures] == [4, 2]
+
+
+def test_headline_of_several_conversions_names_the_ends():
+    (picture,) = plots.loss_by_length({"b": LOSSES, "a": LOSSES[:2]})
+    assert picture.headline.endswith("+2.0 % (a) to +4.0 % (b) in the longest windows")
 
 
 @pytest.mark.parametrize("ratio", [math.inf, "inf", math.nan])  # "inf" is how JSON has it
@@ -41,7 +46,7 @@ def test_loss_by_position_holds_each_part():
     parts = [_row("prose", 64, ratio, first=16 * place, stop=16 * place + 16) for place, ratio in enumerate((1.1, 1.2))]
     (picture,) = plots.loss_by_position({"latent": parts})
     assert _curves(picture.panels[0])["latent"] == [(0, 1.1), (16, 1.2), (32, 1.2)]
-    assert picture.headline.endswith("latent: +10.0 % at its start, +20.0 % at its end")
+    assert picture.headline.endswith("+10.0 % at its start, +20.0 % at its end")
 
 
 def test_loss_by_bytes_has_the_caches_of_both_models():
@@ -108,7 +113,8 @@ def test_latencies_take_the_fastest_source():
     (picture,), table = plots.latencies(rows, "attention")
     assert [line["speed_up"] for line in table] == [3.0, 3.0]
     assert table[1] | {"speed_up": 0} == {"batch": 8, "seqlen": 512, "source": 48.0, "converted": 16.0, "speed_up": 0}
-    assert [panel.title for panel in picture.panels] == ["batch 1", "batch 8", "", ""] and picture.columns == 2
+    assert [panel.title for panel in picture.panels] == ["512 cached tokens", ""] and picture.columns == 1
+    assert _curves(picture.panels[0])["source"] == [(1, 6.0), (8, 48.0)], "one length is drawn over the batch"
     assert "runs at 3 times the source's speed" in picture.headline
 
 
@@ -129,7 +135,8 @@ def test_latencies_of_one_side_have_no_speed_up():
 
 
 def test_more_than_four_batches_are_several_pictures():
-    rows = [_timed("decode step", name, batch, 512, 1e3) for name in ("source", "converted") for batch in range(1, 6)]
+    shapes = [(batch, seqlen) for batch in range(1, 6) for seqlen in (512, 1024)]
+    rows = [_timed("decode step", name, *shape, 1e3) for name in ("source", "converted") for shape in shapes]
     assert [picture.columns for picture in plots.latencies(rows, "decode step")[0]] == [4, 1]
 
 
