@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +35,7 @@ from mha2mla.conversion.source.opening import OpenedFolder, Source, open_convert
 from mha2mla.environment import collect_environment, compute_device, device_name, installed_version
 from mha2mla.families import FAMILIES
 from mha2mla.files import atomic_write
+from mha2mla.healing.processes import Processes, own_device
 from mha2mla.healing.record import HealingReport, check_pair, write_healed, write_record
 from mha2mla.healing.settings import DEFAULT_TEXT, PresetName, Settings
 from mha2mla.healing.student import Models, load_models
@@ -102,11 +104,14 @@ def heal(
     for folder in (opened_source.folder, opened.folder):
         check_destination(destination, folder, overwrite=overwrite)
     final = Path(destination).expanduser()
-    with temporary_folder(final, overwrite=overwrite, worth_keeping=_has_work) as folder:
+    processes = Processes(place)
+    with ExitStack() as stack:
+        held = temporary_folder(final, overwrite=overwrite, worth_keeping=_has_work)
+        folder = processes.share(lambda: stack.enter_context(held))
+        work, checkpoints = folder / WORK_FOLDER, folder / WORK_FOLDER / _CHECKPOINTS
         weight_files, others = opened_source.identity()
         files = {**weight_files, **others}
         record = check_pair(opened_source, opened, weight_files)
-        work = folder / WORK_FOLDER
         digests = {name: each.sha256 for name, each in files.items()}
         request = {
             "source": digests,
@@ -115,18 +120,21 @@ def heal(
             "text": text_name(text),
             "token_weights": None if weights is None else tensor_hash(weights),
             "device": device_name(place),
+            "processes": int(os.environ.get("WORLD_SIZE", "1")),
             "versions": {name: installed_version(name) for name in ("mha2mla", "torch", "transformers", "accelerate")},
             "code": code_hash(),
         }
-        pieces = _open_work(work, request, resume)
         with faults_of_the_source_named(opened_source.folder, files):
+            pieces = processes.share(lambda: _open_work(work, request, resume))
             models = load_models(opened_source.folder, opened.folder, place, chosen)
             distillation = Distillation(models, torch.bfloat16 if place.type == "cuda" else None)
-            tokens = _budget(chosen, distillation, opened_source, pieces)
+            tokens = processes.share(lambda: _budget(chosen, distillation, opened_source, pieces))
             text_started = time.perf_counter()
-            blocks = training_text(
-                opened_source, text, chosen, min(tokens, chosen.text_tokens), place,
-                digests=digests, work=pieces, progress=progress,
+            blocks = processes.share(
+                lambda: training_text(
+                    opened_source, text, chosen, min(tokens, chosen.text_tokens), place,
+                    digests=digests, work=pieces, progress=progress,
+                )
             )  # fmt: skip
             text_seconds = time.perf_counter() - text_started
             blocks, held_out = hold_out(blocks)
@@ -139,30 +147,37 @@ def heal(
                 "perplexity_source": source_perplexity(models.teacher, held_out),
                 "seconds": text_seconds,
             }
+            newest = processes.share(lambda: last_checkpoint(checkpoints))
             result = train(
-                distillation, blocks, held_out, chosen, tokens, work / _CHECKPOINTS, weights=weights, progress=progress
+                distillation, blocks, held_out, chosen, tokens, checkpoints,
+                going_on=newest, weights=weights, progress=progress,
             )  # fmt: skip
             counts = _counts(models, place, result.tokens_per_second)
             made = models.trained() if result.kept_step else {}
-            del distillation, models
+            distillation = models = None
             gc.collect()
-            written = write_healed(opened, made, folder, dtype, progress=progress)
-            del made
-            check_unchanged(opened_source.folder, files)
-            rows = _compare(opened_source, opened, open_converted(folder), record, place, folder, progress)
-            report = HealingReport(
-                destination=str(final),
-                settings=chosen,
-                trained=result,
-                text=about,
-                rows=tuple(rows),
-                cache_ratio=record["cache_ratio"],
-                device=device_name(place),
-                seconds=time.perf_counter() - started,
-                weights_sha256=written.sha256,
-                **counts,
-            )
-            write_record(opened, record, report, collect_environment(place.index or 0), folder)
+
+            def finish() -> HealingReport:
+                written = write_healed(opened, made, folder, dtype, progress=progress)
+                made.clear()
+                check_unchanged(opened_source.folder, files)
+                rows = _compare(opened_source, opened, open_converted(folder), record, place, folder, progress)
+                report = HealingReport(
+                    destination=str(final),
+                    settings=chosen,
+                    trained=result,
+                    text=about,
+                    rows=tuple(rows),
+                    cache_ratio=record["cache_ratio"],
+                    device=device_name(place),
+                    seconds=time.perf_counter() - started,
+                    weights_sha256=written.sha256,
+                    **counts,
+                )
+                write_record(opened, record, report, collect_environment(place.index or 0), folder)
+                return report
+
+            report = processes.share(finish)
     return report
 
 
@@ -170,7 +185,7 @@ def _device(device: str | torch.device | None) -> torch.device:
     place = compute_device(device)
     if place.type not in ("cpu", "cuda") or place.index not in (None, 0):
         raise ValueError(f"device is {str(place)!r}; expected cpu or cuda (CUDA_VISIBLE_DEVICES chooses among GPUs)")
-    return place
+    return own_device(place)
 
 
 def _open(source: str | os.PathLike[str], converted: str | os.PathLike[str]) -> tuple[Source, OpenedFolder]:

@@ -244,10 +244,11 @@ def train(
     tokens: int,
     folder: Path,
     *,
+    going_on: Path | None = None,
     weights: Tensor | None = None,
     progress: bool,
 ) -> Trained:
-    """Trains the student, going on from the last whole checkpoint in ``folder``; leaves it the weights to keep.
+    """Trains the student and leaves it the weights to keep.
 
     With the same arguments on the same machine, a run that was killed and went on ends with the weights, to the bit, of
     one that nothing disturbed.
@@ -255,6 +256,7 @@ def train(
     Args:
         tokens: to train on at most, in whole steps; at least one step is made.
         folder: of the checkpoints: trained weights, AdamW's state, random states.
+        going_on: the checkpoint there to go on from (:func:`last_checkpoint`).
         weights: [blocks, size] of the tokens' losses.
 
     Raises:
@@ -272,6 +274,7 @@ def train(
         max_grad_norm=1.0,
         max_steps=1,
         lr_scheduler_type="warmup_stable_decay",
+        eval_on_start=going_on is None,  # not before train(), which would leave the model out of data parallelism
         eval_strategy="steps",
         save_strategy="steps",
         load_best_model_at_end=settings.keep == "best",
@@ -303,16 +306,15 @@ def train(
     )
     trainer.remove_callback(PrinterCallback)
     initial = {name: tensor.clone().cpu() for name, tensor in distillation.state_dict().items()}
-    before = trainer.evaluate()["eval_loss"]
-    checkpoint = last_checkpoint(folder)
-    done = 0 if checkpoint is None else int(checkpoint.name.partition("-")[2])
+    done = 0 if going_on is None else int(going_on.name.partition("-")[2])
     started = _now(device)
     with deterministic(warn_only=True):
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        trainer.train(resume_from_checkpoint=None if going_on is None else str(going_on))
     seconds = _now(device) - started
     state = trainer.state
     evaluated = [row for row in state.log_history if "eval_loss" in row]
-    best = min(evaluated, key=lambda row: row["eval_loss"])
+    before = evaluated[0]["eval_loss"]
+    best = min(evaluated[1:], key=lambda row: row["eval_loss"])
     best_step, best_loss = best["step"], best["eval_loss"]
     if before <= best_loss:  # so written that equal losses keep what was there
         best_step, best_loss = 0, before

@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from mha2mla.conversion.result.writer import DestinationError
 from mha2mla.conversion.resume import ResumeError
 from mha2mla.eval.inspection import verify_weights
 from mha2mla.healing import run, student, training
+from tests.commands import ROOT
 from tests.conversion import tiny
 from tests.conversion.tiny import SHORT
 from tests.few import few
@@ -355,3 +358,32 @@ def test_half_precision_trains_in_float32(folders, tmp_path):
     wide = load_file(tmp_path / "wide" / "model.safetensors")
     assert {each.dtype for each in wide.values()} == {torch.float32}
     assert json.loads((tmp_path / "wide" / "config.json").read_text())["dtype"] == "float32"
+
+
+HEALS = """
+import sys, torch, mha2mla
+from tests.conversion import tiny
+from tests.healing.test_run import SMALL
+source, converted, out = sys.argv[1:]
+keys = {"device": "cpu", "progress": False, "keep": "last", **SMALL}
+report = mha2mla.heal(source, converted, out, text=tiny.some_tokens(48, 32), **keys)
+print(report.trained.steps, report.trained.tokens)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_with_twice_the_batch(folders, tmp_path):
+    """Data parallel over gloo, as ``accelerate launch`` and ``torchrun`` start it."""
+    script, out = tmp_path / "heals.py", tmp_path / "out"
+    script.write_text(HEALS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [script, *folders, out]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines() == ["5 1280"] * 2
+    heal(folders, tmp_path / "alone", batch_tokens=256, keep="last")
+    # Weights whose gradient is rounding noise move all the same, by AdamW's scaling: what they predict is compared.
+    ours, alone, before = (tiny.logits(folder, tiny.some_tokens()) for folder in (out, tmp_path / "alone", folders[1]))
+    moved = tiny.relative(before, alone)
+    assert tiny.relative(ours, alone) < 0.02 * moved and moved > 0.05
