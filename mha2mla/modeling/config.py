@@ -106,8 +106,9 @@ def keeps_rotary_keys(config: MHA2MLAConfig) -> bool:
     """True where a cache of the package keeps the rotary keys of a checkpoint whose layout caches the latent alone.
 
     ``rotary_key_cache`` decides; "auto" keeps keys that take at most 13 % of what the latents of all layers take in 16
-    bits: 64 beside 512 or 1024, 128 beside 1024. Reading so little costs less time than d_r * d_c products for each
-    cached token. The rule knows no device: every geometry whose keys are computed by a kernel has one that reads them.
+    bits: 64 beside 512 or 1024, 128 beside 1024. Reading so little should cost less time than d_r * d_c products for
+    each cached token (predicted, not measured: docs/notes/rotary-keys.md). The rule asks for no device, since every
+    geometry whose keys a kernel computes has one that reads them.
     """
     if not config.rope_from_latent or config.rotary_key_cache == "none":
         return False

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import explain_mla_decode
-from mha2mla.kernels.mla_decode.api import LATENT, LATENT_FP8
+from mha2mla.kernels.mla_decode.api import FP8 as STORED_FP8
+from mha2mla.kernels.mla_decode.api import LATENT, LATENT_FP8, MLA
 from mha2mla.kernels.mla_decode.selection import (
     DecodeShape,
     KernelChoice,
@@ -186,3 +188,21 @@ def gate(op: PagedOp, shape: DecodeShape, choice: KernelChoice, capability: int)
         assert report.registers * choice.threads * choice.ctas_per_sm <= 65536, choice.reason
         if report.instructions is not None:
             assert report.instructions.get("HGMMA", 0) and report.instructions.get("UTMALDG", 0), report.instructions
+
+
+@pytest.mark.parametrize(("latent", "stored"), [(LATENT, MLA), (LATENT_FP8, STORED_FP8)], ids=["bfloat16", "e4m3"])
+def test_stored_keys_have_kernels_where_computed_do(latent, stored):
+    """So whether a cache keeps its rotary keys needs no look at the GPU."""
+
+    def is_served(op: PagedOp, asked: DecodeShape, capability: int) -> bool:
+        try:
+            return op.refusal(asked) is None and bool(op.select(asked, capability))
+        except ValueError:
+            return False
+
+    served = 0
+    for *sizes, capability in product((1, 40, 128), range(64, 1025, 64), (8, 64, 128), (16, 64), (86, 90)):
+        if is_served(latent, shape(*sizes), capability):
+            assert is_served(stored, shape(*sizes), capability), (sizes, capability)
+            served += 1
+    assert served > 50
