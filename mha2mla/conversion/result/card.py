@@ -36,6 +36,7 @@ _CARD = """---
 # {name}
 
 A `{model_type}` checkpoint (`{source_name}`) {made} by mha2mla {mha2mla_version}, without training.
+{origin}
 
 ```bash
 pip install -e .  # in a clone of the repository of mha2mla, {mha2mla_version} or newer
@@ -138,6 +139,7 @@ def model_card(
             "made": made,
             "record": record,
             "environment": environment,
+            "origin": _origin(metadata),
             "header": _yaml({**metadata, **header}),
             "recipe_yaml": _yaml(report["recipe"]),
             "cached": cached,
@@ -158,6 +160,15 @@ def model_card(
             "peak_gib": report["peak_rss_bytes"] / 2**30,
         }
     )
+
+
+def _origin(metadata: Mapping[str, Any]) -> str:
+    """Source and licence in a sentence each."""
+    source, licence = metadata.get("base_model"), metadata.get("license", "unknown")
+    name = metadata.get("license_name", licence)
+    link = f"[{name}]({metadata['license_link']})" if "license_link" in metadata else f"`{name}`"
+    given = "unknown; the source's card names none" if licence == "unknown" else f"{link}, the source's"
+    return (f"Source: [{source}](https://huggingface.co/{source}). " if source else "") + f"Licence: {given}."
 
 
 def _yaml(values: Mapping[str, Any]) -> str:

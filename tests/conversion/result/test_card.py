@@ -7,7 +7,7 @@ import stat
 import pytest
 import yaml
 
-from mha2mla.conversion.result.card import card_metadata
+from mha2mla.conversion.result.card import _origin, card_metadata
 from tests.conversion import tiny
 from tests.folders import read_json
 
@@ -92,3 +92,21 @@ def test_a_converted_source_keeps_what_is_known(tiny_source, tmp_path):
     tiny.convert(source, tmp_path / "out", QUICK, evaluation_tokens=64)
     assert header(tmp_path / "out")["license"] == "apache-2.0"
     assert header(tmp_path / "out")["base_model"] == "owner/llama"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        (
+            {"license": "apache-2.0", "base_model": "a/b"},
+            "Source: [a/b](https://huggingface.co/a/b). Licence: `apache-2.0`, the source's.",
+        ),
+        (
+            {"license": "other", "license_name": "own", "license_link": "LICENSE"},
+            "Licence: [own](LICENSE), the source's.",
+        ),
+        ({"license": "unknown"}, "Licence: unknown; the source's card names none."),
+    ],
+)
+def test_the_card_names_source_and_licence(metadata, said):
+    assert _origin(metadata) == said
