@@ -527,5 +527,29 @@ FAULTS = tuple(
 ? tests/testing/test_problems.py
 -buffer.masked_fill_(hidden[..., None], torch.nan)
 +buffer.masked_fill_(hidden[..., None], 0)
+== healing
+# a masked token counts like any other
+@ mha2mla/healing/loss.py
+? tests/healing/test_loss.py
+-loss = (kl_divergence(expected, found) * weights[part]).sum()
++loss = kl_divergence(expected, found).sum()
+# a checkpoint that was not finished is gone on from
+@ mha2mla/healing/training.py
+? tests/healing/test_training.py tests/healing/test_run.py -k checkpoint or killed
+-            if all((each / name).stat().st_size == size for name, size in sizes.items()):
++            if True:
+# evaluation before training leaves the model out of data parallelism
+@ mha2mla/healing/training.py
+? tests/healing/test_run.py -k two_processes
+-    started = _now(device)
+-    with deterministic
++    trainer.evaluate()
++    started = _now(device)
++    with deterministic
+# frozen weights have memory of their own
+@ mha2mla/healing/student.py
+? tests/healing/test_run.py -k memory
+-                setattr(module, name, other)
++                pass
 """)
 )

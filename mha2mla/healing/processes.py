@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Processes:
-    """What the main process alone does, and all learn of.
+    """Runs work in the main process alone and shares its results.
 
     Args:
         device: of this process.

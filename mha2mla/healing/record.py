@@ -1,4 +1,4 @@
-"""What a healing wrote and measured: weights, record, model card, report."""
+"""Results of a healing: weights, record, model card, report."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ def _has_work(work: Path) -> bool:
 
 
 def _open_work(work: Path, request: dict[str, Any], resume: str) -> WorkFolder:
-    """What an interrupted run left, if it is of the same request.
+    """State that an interrupted run left, if it is of the same request.
 
     Raises:
         ResumeError: it has checkpoints of another one, which are not to be discarded.
