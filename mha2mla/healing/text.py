@@ -22,7 +22,7 @@ from mha2mla.conversion.source.opening import Source
 from mha2mla.environment import cache_folder, device_name, installed_version, usual_dtype
 from mha2mla.healing.settings import Settings
 from mha2mla.predictions import Predictor, perplexity, windows_at_once
-from mha2mla.texts import GENERATED, mixed_windows, start_tokens, text_identity
+from mha2mla.texts import DIVERSE, GENERATED, mixed_windows, start_tokens, text_identity
 
 HELD_OUT_SHARE = 1 / 20
 MAX_HELD_OUT = 1 << 17  # tokens
@@ -52,8 +52,8 @@ def training_text(
     taken up. Of a name's text a token stands in one window only.
 
     Args:
-        text: ``"generated"``, names of ``texts.load_text``, or these joined by ``+``; or token windows, int64
-            [windows, length], as they are.
+        text: ``"generated"``, ``"generated-diverse"``, names of ``texts.load_text``, or these joined by ``+``; or token
+            windows, int64 [windows, length], as they are.
         tokens: to return at most, in whole blocks; other text than the source's own may be shorter.
         digests: SHA-256 of the source's files.
 
@@ -65,7 +65,8 @@ def training_text(
         return calibration_windows(source, text, lengths=(), tokens=tokens, seed=settings.seed, device=device)
     tokenizer, size = source.tokenizer(), settings.long_length
     names = [text] if Path(text).is_file() else text.split("+")
-    others = [name for name in names if name != GENERATED]
+    own = [name for name in names if name in (GENERATED, DIVERSE)]
+    others = [name for name in names if name not in own]
     count = max(2, tokens // size)
     written = count - count * len(others) // len(names)
     parts: list[Tensor] = []
@@ -76,8 +77,9 @@ def training_text(
         start = start_tokens(tokenizer)  # models lean on it
         windows[:, : len(start)] = torch.tensor(start, dtype=torch.int64)
         parts += [read[:long], windows]
-    if GENERATED in names:
-        parts += _written(source, tokenizer, _share(written, settings), settings, device, digests, work, progress)
+    for name in own:
+        blocks = _share(written // len(own), settings)
+        parts += _written(source, tokenizer, name, blocks, settings, device, digests, work, progress)
     by_length: dict[int, list[Tensor]] = {}
     for part in parts:
         if len(part):
@@ -85,7 +87,7 @@ def training_text(
     return TokenBlocks.of([torch.cat(same) for same in by_length.values()])
 
 
-def _no_text(length: int, count: int) -> Tensor:
+def _no_text(name: str, length: int, count: int) -> Tensor:
     raise AssertionError("only names of texts are mixed here")
 
 
@@ -102,6 +104,7 @@ def _share(blocks: int, settings: Settings) -> tuple[int, int]:
 def _written(
     source: Source,
     tokenizer: Any,
+    name: str,
     blocks: tuple[int, int],
     settings: Settings,
     device: torch.device,
@@ -117,7 +120,7 @@ def _written(
     counts = {settings.long_length: blocks[0], settings.length: blocks[1] * per_block}
     asked = {length: count for length, count in counts.items() if count}
     machine = [device_name(device), torch.__version__, installed_version("transformers"), code_hash()]
-    request = json.dumps(["healing", dict(digests), machine, sorted(asked.items()), settings.seed], sort_keys=True)
+    request = json.dumps([name, dict(digests), machine, sorted(asked.items()), settings.seed], sort_keys=True)
     kept = cache_folder() / "texts" / f"{hashlib.sha256(request.encode()).hexdigest()}.safetensors"
     if (found := read_piece(kept, kept.stem)) is not None:
         return [found[0][str(length)] for length in asked]
@@ -126,8 +129,8 @@ def _written(
     made = {}
     for length, count in asked.items():
         row = length if length > settings.length else ROW
-        options = {"seed": settings.seed + length, "row": row, "progress": progress, "work": work}
-        made[str(length)] = generate_windows(model, tokenizer, length, count, **options)
+        options = {"seed": settings.seed + length, "diverse": name == DIVERSE, "row": row}
+        made[str(length)] = generate_windows(model, tokenizer, length, count, progress=progress, work=work, **options)
     with suppress(DestinationError, OSError):  # a cache that takes no files costs the next run its time alone
         kept.parent.mkdir(parents=True, exist_ok=True)
         write_piece(kept, kept.stem, made)

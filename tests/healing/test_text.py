@@ -63,6 +63,15 @@ def test_generated_and_named_text_share_the_tokens(source, tmp_path):
     assert sum(tuple(row) in rows for row in prose.tokens.tolist()) == len(prose) == len(blocks) / 2
 
 
+def test_both_generated_texts_share_the_tokens(source, tmp_path):
+    blocks, usual, diverse = (
+        made(source, name, tmp_path, tokens)
+        for name, tokens in (("generated+generated-diverse", 1024), ("generated", 512), ("generated-diverse", 512))
+    )
+    rows = sorted(map(tuple, [*usual.tokens.tolist(), *diverse.tokens.tolist()]))
+    assert sorted(map(tuple, blocks.tokens.tolist())) == rows and not torch.equal(usual.tokens, diverse.tokens)
+
+
 def test_held_out_blocks_are_no_others(source):
     blocks = TokenBlocks(torch.arange(60 * 8).view(60, 8), (4,) * 40 + (8,) * 20)
     train, held = text.hold_out(blocks)

@@ -40,6 +40,7 @@ def test_first_sequence_beyond_the_limit_is_warned_of(use_cache):
     assert said(lambda: model(models.tokens(2, LIMIT), use_cache=use_cache)) == []
     (message,) = said(lambda: model(models.tokens(2, LIMIT + 1), use_cache=use_cache))
     assert "a sequence of 13 tokens: this checkpoint was calibrated on at most 12" in message
+    assert "much worse" in message
     assert said(lambda: model(models.tokens(2, LIMIT + 2), use_cache=use_cache)) == []
 
 
@@ -49,6 +50,12 @@ def test_sequence_that_grows_beyond_the_limit():
     (message,) = said(generate(model, 8, LIMIT))
     assert "a sequence of 13 tokens" in message  # the very first one
     assert said(generate(model, 8, LIMIT)) == []
+
+
+def test_warning_knows_the_layout_latent():
+    model = models.mla_model("latent", calibrated_length=LIMIT)
+    (message,) = said(lambda: model(models.tokens(2, LIMIT + 1)))
+    assert "lost no more beyond that length" in message and "much worse" not in message
 
 
 @pytest.mark.parametrize("kind", [DynamicCache, LatentCache])
