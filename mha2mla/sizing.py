@@ -1,6 +1,6 @@
 """Formulas of ``mha2mla plan``: memory and step time of a model on a GPU, decode kernel, cost of a conversion.
 
-Times are bounds by bytes and products; docs/sizing.md says how far measured points lie from them.
+Times are bounds by bytes and products; docs/notes/sizing.md says how far measured points lie from them.
 """
 
 from __future__ import annotations
