@@ -1,31 +1,22 @@
 """Attention ops on tensors. Nothing here knows transformers; one op is one folder."""
 
-from mha2mla.kernels.attention_combine.api import attention_combine
-from mha2mla.kernels.attention_varlen.api import (
-    attention_varlen,
-    explain_attention_varlen,
-    mla_prefill_varlen,
-)
-from mha2mla.kernels.causal_attention.api import causal_attention, explain_causal_attention
+from mha2mla.kernels.attention_combine import attention_combine
+from mha2mla.kernels.attention_varlen.api import attention_varlen, explain_attention_varlen, mla_prefill_varlen
+from mha2mla.kernels.attention_varlen.causal import causal_attention, explain_causal_attention
 from mha2mla.kernels.gqa_decode.api import explain_gqa_decode, gqa_decode, plan_gqa_decode
 from mha2mla.kernels.group_codes import GroupQuantizer, append_codes, read_codes
 from mha2mla.kernels.latent_rope import LatentRope, rotary_keys, rotate_keys
 from mha2mla.kernels.mixed_attention.api import gqa_attention, mla_absorbed, mla_attention
 from mha2mla.kernels.mixed_attention.layout import MAX_DECODE_QUERY_LENGTH, absorbs_up_to, is_absorbed
-from mha2mla.kernels.mixed_attention.plan import (
-    MAX_EXPANDED_TOKENS,
-    MixedPlan,
-    plan_gqa_attention,
-    plan_mla_attention,
-)
+from mha2mla.kernels.mixed_attention.plan import MAX_EXPANDED_TOKENS, MixedPlan, plan_gqa_attention, plan_mla_attention
 from mha2mla.kernels.mla_decode.api import explain_mla_decode, mla_decode, plan_mla_decode
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent, quantize_latent
 from mha2mla.kernels.pointwise.api import rms_norm, silu_mul
 from mha2mla.kernels.rope_append.api import MAX_SLOTS, append_w_uk, gqa_append, mla_append, slots_of
 from mha2mla.kernels.skinny_linear.api import skinny_linear
 from mha2mla.kernels.skinny_linear.selection import is_skinny
+from mha2mla.kernels.split_kv.choice import MAX_BATCH
 from mha2mla.kernels.split_kv.plan import DecodePlan
-from mha2mla.kernels.split_kv.schedule import MAX_BATCH
 
 __all__ = [
     "MAX_BATCH",

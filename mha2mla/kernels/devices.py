@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import cache, lru_cache
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -93,3 +94,30 @@ def register(schema: str, call: Callable[..., Any], fake: Callable[..., Any]) ->
         return (op if traced or type(first) is not Tensor else call)(first, *others)
 
     return run
+
+
+def register_kernel(
+    schema: str, reference: Callable[..., Any], empty: Callable[..., Any], launch: str
+) -> Callable[..., Any]:
+    """:func:`register` of an op whose last argument says whether its kernel runs, or plain torch.
+
+    Args:
+        schema: ends in "bool compiled"; the functions below take what comes before it.
+        reference: the op in plain torch.
+        empty: the output, not filled; several as a tuple, of an op without one None.
+        launch: "module:function" that runs the kernel, and takes the outputs behind all arguments. Imported when it is
+            needed, as it imports TileLang.
+    """
+
+    def call(*arguments: Any) -> Any:
+        *given, compiled = arguments
+        if not compiled:
+            return reference(*given)
+        made = empty(*given)
+        _load(launch)(*given, *(made if isinstance(made, tuple) else () if made is None else (made,)))
+        return made
+
+    return register(schema, call, lambda *arguments: empty(*arguments[:-1]))
+
+
+_load = cache(resolve_name)

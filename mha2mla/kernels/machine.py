@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import tilelang
 import tilelang.language as T
+from tilelang.language.eager.builder import Builder
 from tvm.script.ir_builder import IRBuilder
 
 
@@ -70,6 +72,20 @@ SPECIALISED_PASS_CONFIGS = {"tl.enable_fast_math": True}
 OPAQUE_SMEM_WRITES = {"tl.disable_buffer_init_check": True}  # a warning for each such kernel else
 
 
+def make_function(name: str, arguments: dict[str, Any], body: Callable[[SimpleNamespace], None]):
+    """A TileLang function, as ``T.prim_func`` makes one, for a signature that kernels share.
+
+    Args:
+        name: of the function.
+        arguments: type of each argument by its name, in order.
+        body: a macro of one object, which has the arguments as attributes.
+    """
+    builder = Builder()
+    with builder.prim_func(name):
+        body(SimpleNamespace(**{argument: builder.arg(argument, kind) for argument, kind in arguments.items()}))
+    return builder.get()
+
+
 def target_of(capability: int) -> dict[str, str]:
     """TileLang's target for a compute capability."""
     return {"kind": "cuda", "arch": f"sm_{capability}a" if capability in (90, 100, 103, 120) else f"sm_{capability}"}
@@ -100,3 +116,8 @@ def compile_for(function, capability: int, pass_configs: dict = PASS_CONFIGS) ->
     kernel = tilelang.compile(function, target=target_of(capability), pass_configs=pass_configs)
     module = kernel.adapter.get_exportable_executable()
     return (module.jit() if hasattr(module, "jit") else module).main
+
+
+def compiler(make: Callable[..., Any], pass_configs: dict) -> Callable[..., Callable[..., None]]:
+    """Cached compilation of what ``make`` makes: takes a compute capability, and by name the arguments of ``make``."""
+    return cache(lambda capability, **static: compile_for(make(**static), capability, pass_configs))

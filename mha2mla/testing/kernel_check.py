@@ -26,9 +26,9 @@ from mha2mla.kernels.parallel_compilation import (
     compile_launches,
     run_in_workers,
 )
+from mha2mla.kernels.split_kv.choice import Column
 from mha2mla.kernels.split_kv.op import compiled_shape
 from mha2mla.kernels.split_kv.reference import plan_fragments, write_schedule
-from mha2mla.kernels.split_kv.schedule import Column
 from mha2mla.terminal import progress_bar
 from mha2mla.testing.numeric_check import NOT_CHECKED
 from mha2mla.testing.problems import UNUSED_PAGE, LatentProblem, Problem, judge

@@ -18,10 +18,10 @@ from mha2mla.kernels.gqa_decode.selection import GQAShape
 from mha2mla.kernels.latent_rope import LatentRope, rotary_keys
 from mha2mla.kernels.mla_decode.api import LATENT, LATENT_FP8, MLA, plan_mla_decode
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent, quantize_latent
+from mha2mla.kernels.split_kv.choice import TILE_TOKENS
 from mha2mla.kernels.split_kv.op import PagedOp, compiled_shape
 from mha2mla.kernels.split_kv.plan import DecodePlan
 from mha2mla.kernels.split_kv.reference import Span, attended_span
-from mha2mla.kernels.split_kv.schedule import TILE_TOKENS
 from mha2mla.testing.numeric_check import Judgement, PlainAttention, plain_attention, verdict
 
 UNUSED_PAGE = 2147480000  # in table entries that must not be read, as in FlashMLA's tests

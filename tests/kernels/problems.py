@@ -10,11 +10,12 @@ import torch
 
 from mha2mla.kernels import gqa_decode, mla_decode, quantize_latent
 from mha2mla.kernels.gqa_decode import selection as gqa_selection
+from mha2mla.kernels.gqa_decode.api import GQA
 from mha2mla.kernels.mla_decode import selection as mla_selection
 from mha2mla.kernels.mla_decode.api import FP8
-from mha2mla.kernels.split_kv.choice import KernelChoice
+from mha2mla.kernels.split_kv.choice import FIELDS, Column, KernelChoice
+from mha2mla.kernels.split_kv.op import PagedOp
 from mha2mla.kernels.split_kv.reference import Fragment, Span, attended_span, plan_fragments, write_schedule
-from mha2mla.kernels.split_kv.schedule import FIELDS, Column
 from mha2mla.testing.problems import UNUSED_PAGE, GQAProblem, PagedProblem, Problem, exact, judge, sequences
 
 NO_WINDOW = 2**30  # as launch.py, which imports TileLang
@@ -62,12 +63,12 @@ def empty_out(problem: PagedProblem, inputs: dict) -> torch.Tensor:
     return q.new_full((*q.shape[:3], width), torch.nan)
 
 
-def kernels_of(problem: PagedProblem, capability: int) -> list[KernelChoice]:
-    """Every configuration that could serve the problem, the rule's choice first."""
-    if isinstance(problem, GQAProblem):
-        return gqa_selection.list_kernels(problem.shape(), capability)
-    how = {"has_rope_cache": "rope_cache" in problem.op.names, "codes": "latent_scale" in problem.op.names}
-    return mla_selection.list_kernels(problem.shape(), capability, **how)
+def kernels_of(op: PagedOp, shape, capability: int) -> list[KernelChoice]:
+    """Every configuration that could serve a shape, the rule's choice first."""
+    if op is GQA:
+        return gqa_selection.list_kernels(shape, capability)
+    how = {"has_rope_cache": "rope_cache" in op.names, "codes": "latent_scale" in op.names}
+    return mla_selection.list_kernels(shape, capability, **how)
 
 
 def poison_unseen_pages(problem: PagedProblem, inputs: dict) -> dict:

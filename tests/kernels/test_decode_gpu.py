@@ -424,7 +424,7 @@ def check_choice(problem: PagedProblem, choice) -> None:
 @few("problem", [*CANDIDATES, LATENT[0], LATENT[2]], count=len(CANDIDATES), ids=name)
 def test_every_kernel_that_could_be_chosen_is_right(problem):
     """Not only the rule's choice; by the planner's plans for any number of CTAs, and by plans no planner makes."""
-    listed = reversed(kernels_of(problem, capability(CUDA)))
+    listed = reversed(kernels_of(problem.op, problem.shape(), capability(CUDA)))
     every = not isinstance(problem, GQAProblem) or problem is GQA[1]  # numbers of CTAs an SM: of one GQA shape
     choices = {(c.kernel, c.variant, c.warpgroups, every and c.ctas_per_sm): c for c in listed}
     for choice in choices.values():
@@ -435,7 +435,7 @@ def test_every_kernel_that_could_be_chosen_is_right(problem):
 def test_lazy_rescaling_is_right_for_large_scores(scale):
     """Rows whose maximum grows by little and by much."""
     problem = Problem(128, 1, 512, 64, SIX, scale=scale)
-    choice = kernels_of(problem, capability(CUDA))[0]
+    choice = kernels_of(problem.op, problem.shape(), capability(CUDA))[0]
     assert choice.variant == "lazy"
     check_choice(problem, choice)
 

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mha2mla.kernels import parallel_compilation
+from mha2mla.kernels.split_kv.choice import FIELDS
 from mha2mla.kernels.split_kv.reference import plan_fragments, write_schedule
-from mha2mla.kernels.split_kv.schedule import FIELDS
 from mha2mla.testing import kernel_check
 from mha2mla.testing.kernel_check import (
     Case,

@@ -8,7 +8,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from mha2mla.kernels.machine import BY_ROW, GPU, Buffers, Machine
+from mha2mla.kernels.machine import BY_ROW, GPU, Buffers, Machine, make_function
 from mha2mla.kernels.split_kv.device import LN2, LOG2E
 
 
@@ -50,28 +50,30 @@ def portable_tiling(shape: VarlenShape, limit: int = 101376) -> tuple[int, int]:
     return 64, keys
 
 
-class VarlenTypes:
-    """Types of the tensors: q [T_q,H,d_0], q_pe [T_q,H,d_1], k [T_k,G_0,d_0], k_pe [T_k,G_1,d_1], v [T_k,G_v,d_v]
-    (token and head strides at run time, multiples of 8 elements; without a second part q_pe and k_pe are q and k
-    again), cu_seqlens_q and cu_seqlens_k [B+1] int32, out [T_q,H,d_v], lse [H,T_q] float32.
+def varlen_arguments(shape: VarlenShape, machine: Machine = GPU) -> dict[str, Any]:
+    """Types of the arguments by name: q [T_q,H,d_0], q_pe [T_q,H,d_1], k [T_k,G_0,d_0], k_pe [T_k,G_1,d_1], v
+    [T_k,G_v,d_v] (token and head strides at run time, multiples of 8 elements; without a second part q_pe and k_pe are
+    q and k again), cu_seqlens_q and cu_seqlens_k [B+1] int32, out [T_q,H,d_v], lse [H,T_q] float32.
 
-    After them a kernel takes softmax_scale float32; row_tiles int32, tiles of rows of the longest query; section int32,
-    heads (counted through all sequences) that run before the next ones; window and sinks int32, which only a windowed
-    shape reads. Grid: row_tiles * H * B.
+    After them softmax_scale float32; row_tiles int32, tiles of rows of the longest query; section int32, heads (counted
+    through all sequences) that run before the next ones; window and sinks int32, which only a windowed shape reads.
+    Grid: row_tiles * H * B.
     """
-
-    def __init__(self, shape: VarlenShape, machine: Machine = GPU):
-        tokens_q, tokens_k, self.bounds = T.dynamic("tokens_q"), T.dynamic("tokens_k"), T.dynamic("bounds")
-        widths, key_heads = (*shape.widths, shape.widths[0]), (*shape.key_heads, shape.key_heads[0])
-        self.q = machine.strided("q", [tokens_q, shape.heads, widths[0]], shape.dtype)
-        self.q_pe = machine.strided("r", [tokens_q, shape.heads, widths[1]], shape.dtype)
-        self.k = machine.strided("k", [tokens_k, key_heads[0], widths[0]], shape.dtype)
-        self.k_pe = machine.strided("p", [tokens_k, key_heads[1], widths[1]], shape.dtype)
-        self.v = machine.strided("v", [tokens_k, shape.value_heads, shape.v_head_dim], shape.dtype)
-        self.cu_seqlens_q = T.Tensor([self.bounds], T.int32)
-        self.cu_seqlens_k = T.Tensor([self.bounds], T.int32)
-        self.out = T.Tensor([tokens_q, shape.heads, shape.v_head_dim], shape.dtype)
-        self.lse = T.Tensor([shape.heads, tokens_q], T.float32)
+    tokens_q, tokens_k, bounds = T.dynamic("tokens_q"), T.dynamic("tokens_k"), T.dynamic("bounds")
+    widths, key_heads = (*shape.widths, shape.widths[0]), (*shape.key_heads, shape.key_heads[0])
+    return {
+        "q": machine.strided("q", [tokens_q, shape.heads, widths[0]], shape.dtype),
+        "q_pe": machine.strided("r", [tokens_q, shape.heads, widths[1]], shape.dtype),
+        "k": machine.strided("k", [tokens_k, key_heads[0], widths[0]], shape.dtype),
+        "k_pe": machine.strided("p", [tokens_k, key_heads[1], widths[1]], shape.dtype),
+        "v": machine.strided("v", [tokens_k, shape.value_heads, shape.v_head_dim], shape.dtype),
+        "cu_seqlens_q": T.Tensor([bounds], T.int32),
+        "cu_seqlens_k": T.Tensor([bounds], T.int32),
+        "out": T.Tensor([tokens_q, shape.heads, shape.v_head_dim], shape.dtype),
+        "lse": T.Tensor([shape.heads, tokens_q], T.float32),
+        "softmax_scale": T.float32(),
+        **{name: T.int32() for name in ("row_tiles", "section", "window", "sinks")},
+    }
 
 
 # Fields of ``Rows.span``: TILES that some row sees, FULL ones that every row sees. Under a window TILES are SINK_TILES
@@ -102,20 +104,20 @@ class Rows:
 
 
 @T.macro
-def find_rows(shape, rows, block, x, bounds, cu_seqlens_q, cu_seqlens_k, row_tiles, section, window, sinks):
+def find_rows(shape, rows, block, x, call):
     """:class:`Rows` of CTA ``x``: section by section, whose keys stay in the L2 cache; within one, the last query rows
     of every head first."""
     place = T.alloc_local([4], T.int32)  # section's first head, its heads, tile of rows, head and sequence
-    place[0] = T.truncdiv(x, section * row_tiles) * section
-    place[1] = T.min(section, shape.heads * (bounds - 1) - place[0])
-    place[2] = row_tiles - 1 - T.truncdiv(x - place[0] * row_tiles, place[1])
-    place[3] = place[0] + T.truncmod(x - place[0] * row_tiles, place[1])
+    place[0] = T.truncdiv(x, call.section * call.row_tiles) * call.section
+    place[1] = T.min(call.section, shape.heads * (call.cu_seqlens_q.shape[0] - 1) - place[0])
+    place[2] = call.row_tiles - 1 - T.truncdiv(x - place[0] * call.row_tiles, place[1])
+    place[3] = place[0] + T.truncmod(x - place[0] * call.row_tiles, place[1])
     head = place[3] % shape.heads
     span = T.alloc_local([9 if shape.windowed else 6], T.int32)
-    span[FIRST_QUERY] = cu_seqlens_q[place[3] // shape.heads]
-    span[QUERIES] = cu_seqlens_q[place[3] // shape.heads + 1] - span[FIRST_QUERY]
-    span[FIRST_KEY] = cu_seqlens_k[place[3] // shape.heads]
-    span[KEYS] = cu_seqlens_k[place[3] // shape.heads + 1] - span[FIRST_KEY]
+    span[FIRST_QUERY] = call.cu_seqlens_q[place[3] // shape.heads]
+    span[QUERIES] = call.cu_seqlens_q[place[3] // shape.heads + 1] - span[FIRST_QUERY]
+    span[FIRST_KEY] = call.cu_seqlens_k[place[3] // shape.heads]
+    span[KEYS] = call.cu_seqlens_k[place[3] // shape.heads + 1] - span[FIRST_KEY]
     row0 = place[2] * rows
     if shape.causal:
         span[TILES] = T.max(0, span[KEYS] - span[QUERIES] + T.min(span[QUERIES], row0 + rows))
@@ -125,11 +127,11 @@ def find_rows(shape, rows, block, x, bounds, cu_seqlens_q, cu_seqlens_k, row_til
         span[TILES] = (span[KEYS] + block - 1) // block
         span[FULL] = span[KEYS] // block
     if shape.windowed:
-        low = T.max(0, span[KEYS] - span[QUERIES] + row0 + 1 - window)  # first key of the first row's window
-        span[SINK_TILES] = T.min(span[TILES], (sinks + block - 1) // block)
+        low = T.max(0, span[KEYS] - span[QUERIES] + row0 + 1 - call.window)  # first key of the first row's window
+        span[SINK_TILES] = T.min(span[TILES], (call.sinks + block - 1) // block)
         span[GAP] = T.max(0, low // block - span[SINK_TILES])
         span[TILES] -= span[GAP]
-        span[IN_WINDOW] = span[KEYS] - span[QUERIES] + T.min(span[QUERIES], row0 + rows) - window
+        span[IN_WINDOW] = span[KEYS] - span[QUERIES] + T.min(span[QUERIES], row0 + rows) - call.window
     if row0 >= span[QUERIES]:
         span[TILES] = 0
     return Rows(shape, head, row0, span)
@@ -209,34 +211,30 @@ def make_tiled(shape: VarlenShape, *, block_rows: int = 64, block_keys: int = 64
     """A TileLang function ``attention_varlen_tiled`` for one static shape; batch, tokens and lengths are run-time.
 
     Args:
-        shape: of the call; its dtype is that of the inputs and the output. :class:`VarlenTypes` has the arguments.
+        shape: of the call; its dtype is that of the inputs and the output. :func:`varlen_arguments` has the arguments.
         block_rows, block_keys: of a tile; the former is 16 rows a warp.
         on_cpu: compile for TileLang's C target.
     """
     machine = Machine(on_cpu)
-    types = VarlenTypes(shape, machine)
     rows, block, parallel = block_rows, block_keys, machine.parallel
     columns = [-(-width // 16) * 16 for width in shape.widths]
     v_columns = -(-shape.v_head_dim // 16) * 16
 
-    @T.prim_func
-    def attention_varlen_tiled(
-        q: types.q, q_pe: types.q_pe, k: types.k, k_pe: types.k_pe, v: types.v, cu_seqlens_q: types.cu_seqlens_q,
-        cu_seqlens_k: types.cu_seqlens_k, out: types.out, lse: types.lse, softmax_scale: T.float32,
-        row_tiles: T.int32, section: T.int32, window: T.int32, sinks: T.int32,
-    ):  # fmt: skip
-        with T.Kernel(row_tiles * shape.heads * (types.bounds - 1), threads=1 if on_cpu else rows // 16 * 32) as x:
+    arguments = varlen_arguments(shape, machine)
+    batch = arguments["cu_seqlens_q"].shape[0] - 1
+
+    @T.macro
+    def body(call):
+        with T.Kernel(call.row_tiles * shape.heads * batch, threads=1 if on_cpu else rows // 16 * 32) as x:
             q_tiles = [machine.alloc_shared([rows, columns[part]], shape.dtype) for part in shape.parts]
             k_tiles = [machine.alloc_shared([block, columns[part]], shape.dtype) for part in shape.parts]
             v_tile = machine.alloc_shared([block, v_columns], shape.dtype)
             y = alloc_softmax(machine, rows, block, shape.dtype)
             o = machine.alloc_fragment([rows, v_columns], T.float32)
             limit = machine.alloc_fragment([rows], T.int32)  # first key that a row does not see
-            sources = [(q, k), (q_pe, k_pe)]
-            scale = softmax_scale * LOG2E
-            here = find_rows(
-                shape, rows, block, x, types.bounds, cu_seqlens_q, cu_seqlens_k, row_tiles, section, window, sinks
-            )  # fmt: skip
+            sources = [(call.q, call.k), (call.q_pe, call.k_pe)]
+            scale = call.softmax_scale * LOG2E
+            here = find_rows(shape, rows, block, x, call)
             span, row0, h = here.span, here.row0, here.head
             first = span[FIRST_QUERY] + row0
             last_key = span[FIRST_KEY] + span[KEYS]
@@ -258,7 +256,7 @@ def make_tiled(shape: VarlenShape, *, block_rows: int = 64, block_keys: int = 64
                             machine, sources[part][1], span[FIRST_KEY] + t0, last_key, here.key_head(part),
                             k_tiles[part],
                         )  # fmt: skip
-                    load(machine, v, span[FIRST_KEY] + t0, last_key, here.value_head(), v_tile)
+                    load(machine, call.v, span[FIRST_KEY] + t0, last_key, here.value_head(), v_tile)
                     T.sync_threads()
                     for part in list(shape.parts):
                         T.gemm(
@@ -266,7 +264,9 @@ def make_tiled(shape: VarlenShape, *, block_rows: int = 64, block_keys: int = 64
                         )
                     for i, j in parallel(rows, block):
                         y.s[i, j] = T.if_then_else(
-                            is_visible(shape, t0 + j, limit[i], window, sinks), y.s[i, j], -T.infinity(T.float32)
+                            is_visible(shape, t0 + j, limit[i], call.window, call.sinks),
+                            y.s[i, j],
+                            -T.infinity(T.float32),
                         )
                     update_softmax(machine, y, scale)
                     for i, d in parallel(rows, v_columns):
@@ -276,9 +276,9 @@ def make_tiled(shape: VarlenShape, *, block_rows: int = 64, block_keys: int = 64
                 finish_softmax(machine, y)
                 for i in parallel(rows):
                     if row0 + i < span[QUERIES]:
-                        lse[h, first + i] = y.scaled_max[i]
+                        call.lse[h, first + i] = y.scaled_max[i]
                 for i, d in parallel(rows, v_columns):
                     if (row0 + i < span[QUERIES]) & (d < shape.v_head_dim):
-                        out[first + i, h, d] = o[i, d] * y.row_sum[i]
+                        call.out[first + i, h, d] = o[i, d] * y.row_sum[i]
 
-    return attention_varlen_tiled
+    return make_function("attention_varlen_tiled", arguments, body)

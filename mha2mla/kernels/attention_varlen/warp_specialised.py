@@ -24,7 +24,6 @@ from mha2mla.kernels.attention_varlen.tiled import (
     QUERIES,
     TILES,
     VarlenShape,
-    VarlenTypes,
     alloc_softmax,
     find_rows,
     finish_softmax,
@@ -33,9 +32,19 @@ from mha2mla.kernels.attention_varlen.tiled import (
     make_tiled,
     portable_tiling,
     update_softmax,
+    varlen_arguments,
 )
 from mha2mla.kernels.devices import capability, dtype_name
-from mha2mla.kernels.machine import BARRIER, BY_ROW, GPU, SMALL_PASS_CONFIGS, WARPGROUP, Buffers, compile_for
+from mha2mla.kernels.machine import (
+    BARRIER,
+    BY_ROW,
+    GPU,
+    SMALL_PASS_CONFIGS,
+    WARPGROUP,
+    Buffers,
+    compile_for,
+    make_function,
+)
 from mha2mla.kernels.split_kv.device import LOG2E
 
 ROWS = 64  # of one warpgroup: the M of wgmma
@@ -206,12 +215,12 @@ def first_step(k, thread, tiles, here, scale, memory, y, limits):
 
 
 @T.macro
-def store(k, memory, y, o, out, lse):
+def store(k, memory, y, o, call):
     """The output goes through the queries' memory, which nobody reads any more, where it fits."""
     epilogue = memory.epilogue
     for i in T.Parallel(k.rows):
         if i < epilogue[1]:
-            lse[epilogue[2], epilogue[0] + i] = y.scaled_max[i]
+            call.lse[epilogue[2], epilogue[0] + i] = y.scaled_max[i]
     for c in list(range(len(k.outputs))):
         left, columns = k.outputs[c]
         for i, d in T.Parallel(k.rows, columns):
@@ -222,36 +231,36 @@ def store(k, memory, y, o, out, lse):
             for i, d in T.Parallel(k.rows, columns):
                 if i < epilogue[1]:
                     if left + d < k.shape.v_head_dim:
-                        out[epilogue[0] + i, epilogue[2], left + d] = memory.q_tiles[0][i, d]
+                        call.out[epilogue[0] + i, epilogue[2], left + d] = memory.q_tiles[0][i, d]
             if c + 1 < len(k.outputs):
                 T.sync_threads(barrier_id=BARRIER, arrive_count=k.consumers)
         else:
             for i, d in T.Parallel(k.rows, columns):
                 if i < epilogue[1]:
                     if left + d < k.shape.v_head_dim:
-                        out[epilogue[0] + i, epilogue[2], left + d] = o[c][i, d]
+                        call.out[epilogue[0] + i, epilogue[2], left + d] = o[c][i, d]
 
 
 @T.macro
-def consume(k, thread, here, memory, out, lse, softmax_scale, window, sinks):
+def consume(k, thread, here, memory, call):
     """One warpgroup: all tiles that some of its rows see."""
     T.set_max_nreg(REGISTERS[k.warpgroups], 1)
     y = alloc_softmax(GPU, k.rows, k.block, k.shape.dtype)
     o = [T.alloc_fragment([k.rows, columns], T.float32) for _, columns in k.outputs]
-    span, scale = here.span, softmax_scale * LOG2E
+    span, scale = here.span, call.softmax_scale * LOG2E
     tiles, full = span[TILES], span[FULL]
     init_softmax(y)
     for c in list(range(len(k.outputs))):
         T.fill(o[c], 0)
     # First key that row 0 does not see. Rows behind the sequence's last may see too much; they are dropped.
     limit = span[KEYS] - span[QUERIES] + here.row0 + 1 if k.shape.causal else span[KEYS]
-    limits = (limit, window, sinks)
+    limits = (limit, call.window, call.sinks)
     if tiles > 0:
         first_step(k, thread, tiles, here, scale, memory, y, limits)
         if k.shape.windowed:
             for n in T.serial(1, tiles):
                 first = here.tile(tiles - 1 - n) * k.block
-                if (first >= full * k.block) | ((first < span[IN_WINDOW]) & (first + k.block > sinks)):
+                if (first >= full * k.block) | ((first < span[IN_WINDOW]) & (first + k.block > call.sinks)):
                     step(k, True, thread, n, tiles, here, scale, memory, y, o, limits)
                 else:
                     step(k, False, thread, n, tiles, here, scale, memory, y, o, limits)
@@ -266,7 +275,7 @@ def consume(k, thread, here, memory, out, lse, softmax_scale, window, sinks):
         multiply_values(k, memory, (tiles - 1) % STAGES, y.p, o)
         T.wait_wgmma(0)
     finish_softmax(GPU, y)
-    store(k, memory, y, o, out, lse)
+    store(k, memory, y, o, call)
 
 
 @T.macro
@@ -317,8 +326,7 @@ def stream_values(k, here, v, memory, thread, leader):
 
 
 def make_warp_specialised(shape: VarlenShape, tiling: VarlenTiling):
-    """A TileLang function ``attention_varlen_ws`` for one static shape; :class:`VarlenTypes` has its arguments."""
-    types = VarlenTypes(shape)
+    """A TileLang function ``attention_varlen_ws`` for one static shape; :func:`varlen_arguments` has its arguments."""
     c = SimpleNamespace(
         shape=shape,
         warpgroups=tiling.warpgroups,
@@ -333,33 +341,30 @@ def make_warp_specialised(shape: VarlenShape, tiling: VarlenTiling):
         masked_tiles=-(-(tiling.block_rows - 1) // tiling.block_keys) if shape.causal else 0,
     )
 
-    @T.prim_func
-    def attention_varlen_ws(
-        q: types.q, q_pe: types.q_pe, k: types.k, k_pe: types.k_pe, v: types.v, cu_seqlens_q: types.cu_seqlens_q,
-        cu_seqlens_k: types.cu_seqlens_k, out: types.out, lse: types.lse, softmax_scale: T.float32,
-        row_tiles: T.int32, section: T.int32, window: T.int32, sinks: T.int32,
-    ):  # fmt: skip
-        with T.Kernel(row_tiles * shape.heads * (types.bounds - 1), threads=c.consumers + WARPGROUP) as x:
+    arguments = varlen_arguments(shape)
+    batch = arguments["cu_seqlens_q"].shape[0] - 1
+
+    @T.macro
+    def body(call):
+        with T.Kernel(call.row_tiles * shape.heads * batch, threads=c.consumers + WARPGROUP) as x:
             memory = allocate(c)
             thread = T.get_thread_binding()
-            here = find_rows(
-                shape, c.rows, c.block, x, types.bounds, cu_seqlens_q, cu_seqlens_k, row_tiles, section, window, sinks
-            )  # fmt: skip
+            here = find_rows(shape, c.rows, c.block, x, call)
             memory.epilogue[0] = here.span[FIRST_QUERY] + here.row0
             memory.epilogue[1] = here.span[QUERIES] - here.row0
             memory.epilogue[2] = here.head
             T.sync_threads()
 
             if thread < c.consumers:
-                consume(c, thread, here, memory, out, lse, softmax_scale, window, sinks)
+                consume(c, thread, here, memory, call)
             else:
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)
                 if thread < c.consumers + 32:
-                    stream_keys(c, here, [(q, k), (q_pe, k_pe)], memory, thread, c.consumers)
+                    stream_keys(c, here, [(call.q, call.k), (call.q_pe, call.k_pe)], memory, thread, c.consumers)
                 elif thread < c.consumers + 64:
-                    stream_values(c, here, v, memory, thread, c.consumers + 32)
+                    stream_values(c, here, call.v, memory, thread, c.consumers + 32)
 
-    return attention_varlen_ws
+    return make_function("attention_varlen_ws", arguments, body)
 
 
 # Bytes of keys and values that are worked on at a time. An H200 caches 50 MB, but a line that both halves of its

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 import tilelang.language as T
 
 from mha2mla.kernels.gqa_decode.selection import GQAShape, padded_columns
-from mha2mla.kernels.machine import BARRIER, BY_ROW, GPU, WARPGROUP, Buffers, Machine
+from mha2mla.kernels.machine import BARRIER, BY_ROW, GPU, WARPGROUP, Buffers, Machine, make_function
 from mha2mla.kernels.split_kv import softmax
-from mha2mla.kernels.split_kv.choice import KernelChoice
+from mha2mla.kernels.split_kv.choice import TILE_TOKENS, KernelChoice
 from mha2mla.kernels.split_kv.device import (
-    Call,
     Types,
     end_fragment,
     fill_slot,
@@ -29,7 +28,6 @@ from mha2mla.kernels.split_kv.device import (
     take_work,
     zero_masked,
 )
-from mha2mla.kernels.split_kv.schedule import TILE_TOKENS
 
 CONSUMERS = WARPGROUP  # threads that compute
 BLOCK = 64  # cached tokens per tile: the M of one wgmma
@@ -49,15 +47,21 @@ class GQAStatic:
 
 
 class GQATypes(Types):
-    """:class:`Types` and q [B,S_q,H,d_qk], k_cache [P,page,G,d_qk] and v_cache [P,page,G,d_v], all with run-time
-    strides; they come first, in this order."""
+    """:class:`Types`, behind q [B,S_q,H,d_qk], k_cache [P,page,G,d_qk] and v_cache [P,page,G,d_v], all with run-time
+    strides."""
 
     def __init__(self, k: GQAStatic):
         s = k.shape
         super().__init__(s.heads, s.v_head_dim, s.page_size, s.dtype, k.machine)
-        self.q = self.rows("q", s.qk_head_dim)
-        self.k_cache = self.cache("k", s.num_kv_heads, s.qk_head_dim)
-        self.v_cache = self.cache("v", s.num_kv_heads, s.v_head_dim)
+        self.data = {
+            "q": self.rows("q", s.qk_head_dim),
+            "k_cache": self.cache("k", s.num_kv_heads, s.qk_head_dim),
+            "v_cache": self.cache("v", s.num_kv_heads, s.v_head_dim),
+        }
+
+    def make(self, name: str, body):
+        """The TileLang function ``gqa_decode_name`` of a body."""
+        return make_function(f"gqa_decode_{name}", self.arguments(self.data), body)
 
 
 def allocate_portable(k: GQAStatic) -> Buffers:
@@ -98,24 +102,22 @@ def make_portable(shape: GQAShape, choice: KernelChoice, machine: Machine = GPU)
     types, tiling, block = GQATypes(k), choice.tiling, choice.block_tokens
     steps = TILE_TOKENS // block  # per tile of the schedule
 
-    @T.prim_func
-    def gqa_decode_portable(
-        q: types.q, k_cache: types.k_cache, v_cache: types.v_cache, block_table: types.block_table,
-        schedule: types.schedule, partial_out: types.partial_out, partial_lse: types.partial_lse, out: types.out,
-        lse: types.lse, softmax_scale: T.float32, causal: T.int32, window: T.int32, sinks: T.int32,
-    ):  # fmt: skip
+    @T.macro
+    def body(call):
         with T.Kernel(tiling.num_tiles, types.num_ctas, threads=1 if machine.on_cpu else choice.threads) as (y, cta):
-            call = Call(block_table, schedule, partial_out, partial_lse, out, lse, softmax_scale, causal, window, sinks)
             memory = allocate_portable(k)
             tile = locate(types, tiling, y, 1)
             work = take_work(call, cta, shape.page_size, block)  # no pdl_trigger: there is none before sm_90
             x = softmax.make_softmax(machine, call, tile, block, k.rows, memory.stage, (), T.sync_threads)
-            sources = [(k_cache, (tile.column,), 0, memory.k_tile), (v_cache, (tile.column,), 0, memory.v_tile)]
+            sources = [
+                (call.k_cache, (tile.column,), 0, memory.k_tile),
+                (call.v_cache, (tile.column,), 0, memory.v_tile),
+            ]
             for f in T.serial(work.fragments):
                 read_fragment(work, f)
                 T.sync_threads()
                 for c in list(range(0, k.qk_cols, 64)):
-                    load_queries(machine, work, tile, q, memory.q_tile, c, 64)
+                    load_queries(machine, work, tile, call.q, memory.q_tile, c, 64)
                 T.fill(memory.o, 0)
                 softmax.begin(x, work)
                 for i in T.serial(work.tiles * steps):
@@ -127,7 +129,7 @@ def make_portable(shape: GQAShape, choice: KernelChoice, machine: Machine = GPU)
                 T.sync_threads()
                 store(call, work, softmax.write_columns, x, memory.o, memory.factor, x.row_max)
 
-    return gqa_decode_portable
+    return types.make("portable", body)
 
 
 def allocate(k: GQAStatic) -> Buffers:
@@ -147,7 +149,7 @@ def allocate(k: GQAStatic) -> Buffers:
 
 
 @T.macro
-def stream(work, kv_head, k_cache, v_cache, memory, thread):
+def stream(work, kv_head, call, memory, thread):
     """One warp: the keys and values of every tile of this CTA's fragments."""
     for f in T.serial(work.fragments):
         read_fragment(work, f)
@@ -157,8 +159,8 @@ def stream(work, kv_head, k_cache, v_cache, memory, thread):
             find_pages(work, t0)
             # Not a loop over the two: it would give both caches one name.
             m = memory
-            fill_slot(work, t0, k_cache, (kv_head,), 0, [m.k_ring], n, m.k_full, m.k_free, thread, CONSUMERS)
-            fill_slot(work, t0, v_cache, (kv_head,), 0, [m.v_ring], n, m.v_full, m.v_free, thread, CONSUMERS)
+            fill_slot(work, t0, call.k_cache, (kv_head,), 0, [m.k_ring], n, m.k_full, m.k_free, thread, CONSUMERS)
+            fill_slot(work, t0, call.v_cache, (kv_head,), 0, [m.v_ring], n, m.v_full, m.v_free, thread, CONSUMERS)
         end_fragment(work)
 
 
@@ -192,7 +194,7 @@ def attend(k, i, work, memory, x, o):
 
 
 @T.macro
-def consume(k, work, tile, memory, call, q):
+def consume(k, work, tile, memory, call):
     """One warpgroup: all fragments of this CTA."""
     x = softmax.make_softmax(
         GPU, call, tile, BLOCK, k.rows, memory.stage, (),
@@ -203,7 +205,7 @@ def consume(k, work, tile, memory, call, q):
     for f in T.serial(work.fragments):
         read_fragment(work, f)
         for c in T.serial(k.qk_cols // piece):  # loads of all rows at once would spill registers
-            load_queries(GPU, work, tile, q, memory.q_tile, c * piece, piece)
+            load_queries(GPU, work, tile, call.q, memory.q_tile, c * piece, piece)
         T.fence_proxy_async()
         x.sync()
         T.fill(o, 0)
@@ -220,24 +222,18 @@ def make_streamed(shape: GQAShape, choice: KernelChoice):
     k = GQAStatic(shape, choice)
     types = GQATypes(k)
 
-    @T.prim_func
-    def gqa_decode_streamed(
-        q: types.q, k_cache: types.k_cache, v_cache: types.v_cache, block_table: types.block_table,
-        schedule: types.schedule, partial_out: types.partial_out, partial_lse: types.partial_lse, out: types.out,
-        lse: types.lse, softmax_scale: T.float32, causal: T.int32, window: T.int32, sinks: T.int32,
-    ):  # fmt: skip
+    @T.macro
+    def body(call):
         with T.Kernel(choice.tiling.num_tiles, types.num_ctas, threads=choice.threads) as (y, cta):
             T.annotate_min_blocks_per_sm(choice.ctas_per_sm)
-            call = Call(block_table, schedule, partial_out, partial_lse, out, lse, softmax_scale, causal, window, sinks)
             memory = allocate(k)
             thread = T.get_thread_binding()
             tile = locate(types, choice.tiling, y, 1)
             work = take_work(call, cta, shape.page_size, BLOCK)
             T.pdl_trigger()
-
             if thread < CONSUMERS:
-                consume(k, work, tile, memory, call, q)
+                consume(k, work, tile, memory, call)
             else:
-                stream(work, tile.column, k_cache, v_cache, memory, thread)
+                stream(work, tile.column, call, memory, thread)
 
-    return gqa_decode_streamed
+    return types.make("streamed", body)

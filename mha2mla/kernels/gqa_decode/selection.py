@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 
 from mha2mla.kernels.split_kv.choice import (
     KernelChoice,
     RowTiling,
+    first_refusal,
     rank_choices,
     refusals,
     shared_memory_limit,
@@ -46,21 +48,15 @@ def padded_columns(width: int) -> int:
 
 def refusal(shape: GQAShape) -> str | None:
     """Why no TileLang kernel serves a shape on any GPU, or None."""
-    checks = (
-        *refusals(shape),
+    heads, groups, limit = shape.heads, shape.num_kv_heads, f"TileLang kernels take multiples of 8 up to {MAX_HEAD_DIM}"
+    widths = {"qk_head_dim": shape.qk_head_dim, "v_head_dim": shape.v_head_dim}
+    return first_refusal(
         (
-            shape.heads % shape.num_kv_heads == 0,
-            f"the number of kv heads is {shape.num_kv_heads}; expected a divisor of H={shape.heads}",
-        ),
-        *(
-            (
-                width % 8 == 0 and 0 < width <= MAX_HEAD_DIM,
-                f"{name} is {width}; TileLang kernels take multiples of 8 up to {MAX_HEAD_DIM}",
-            )
-            for name, width in (("qk_head_dim", shape.qk_head_dim), ("v_head_dim", shape.v_head_dim))
-        ),
+            *refusals(shape),
+            (heads % groups == 0, f"the number of kv heads is {groups}", f"expected a divisor of H={heads}"),
+            *((n % 8 == 0 and 0 < n <= MAX_HEAD_DIM, f"{name} is {n}", limit) for name, n in widths.items()),
+        )
     )
-    return next((why for fits, why in checks if not fits), None)
 
 
 def streamed_shared_memory(tiling: RowTiling, qk_head_dim: int, v_head_dim: int, num_stages: int) -> int:
@@ -84,27 +80,22 @@ def _registers(tiling: RowTiling, v_head_dim: int, block_tokens: int = 64) -> in
 
 def _streamed(shape: GQAShape, tiling: RowTiling, limit: int):
     """(rank, choice or None, bytes); few tiles (each reads the cache again), enough bytes in flight, then CTAs."""
-    for ctas_per_sm in (1, 2, 3, 4):
-        for num_stages in (8, 6, 4, 3, 2):
-            used = streamed_shared_memory(tiling, shape.qk_head_dim, shape.v_head_dim, num_stages)
-            registers = REGISTERS // (ctas_per_sm * STREAMED_THREADS) // 8 * 8
-            fits = (
-                used <= limit
-                and ctas_per_sm * (used + 1024) <= limit + 1024
-                and _registers(tiling, shape.v_head_dim) <= min(registers, 255)
-            )
-            in_flight = ctas_per_sm * num_stages * 128 * (shape.qk_head_dim + shape.v_head_dim)
-            choice = KernelChoice(
-                "streamed",
-                tiling,
-                num_stages=num_stages,
-                threads=STREAMED_THREADS,
-                ctas_per_sm=ctas_per_sm,
-                reason=f"streamed: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {num_stages} stages, "
-                f"{ctas_per_sm} CTA(s) a multiprocessor, {used} bytes of shared memory each",
-            )
-            rank = (0, tiling.num_tiles, -min(in_flight, ENOUGH_IN_FLIGHT), -ctas_per_sm, -num_stages)
-            yield rank, choice if fits else None, used
+    for ctas_per_sm, num_stages in product((1, 2, 3, 4), (8, 6, 4, 3, 2)):
+        used = streamed_shared_memory(tiling, shape.qk_head_dim, shape.v_head_dim, num_stages)
+        registers = REGISTERS // (ctas_per_sm * STREAMED_THREADS) // 8 * 8
+        fits = (
+            used <= limit
+            and ctas_per_sm * (used + 1024) <= limit + 1024
+            and _registers(tiling, shape.v_head_dim) <= min(registers, 255)
+        )
+        in_flight = ctas_per_sm * num_stages * 128 * (shape.qk_head_dim + shape.v_head_dim)
+        choice = KernelChoice(
+            "streamed", tiling, num_stages=num_stages, threads=STREAMED_THREADS, ctas_per_sm=ctas_per_sm,
+            reason=f"streamed: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {num_stages} stages, "
+            f"{ctas_per_sm} CTA(s) a multiprocessor, {used} bytes of shared memory each",
+        )  # fmt: skip
+        rank = (0, tiling.num_tiles, -min(in_flight, ENOUGH_IN_FLIGHT), -ctas_per_sm, -num_stages)
+        yield rank, choice if fits else None, used
 
 
 def _portable(shape: GQAShape, tiling: RowTiling, limit: int):
@@ -113,12 +104,10 @@ def _portable(shape: GQAShape, tiling: RowTiling, limit: int):
         used = portable_shared_memory(tiling, shape.qk_head_dim, shape.v_head_dim, block)
         fits = used <= limit and _registers(tiling, shape.v_head_dim, block) <= 240
         choice = KernelChoice(
-            "portable",
-            tiling,
-            block,
+            "portable", tiling, block,
             reason=f"portable: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {block} tokens a step, "
             f"{used} bytes of shared memory",
-        )
+        )  # fmt: skip
         yield (1, tiling.num_tiles, -block, tiling.rows), choice if fits else None, used
 
 

@@ -41,11 +41,13 @@ from mha2mla.kernels.split_kv.device import (
     LN2,
     LOG2E,
     MASKED,
-    Call,
+    consumers,
     find_pages,
     locate,
     read_fragment,
     restart,
+    run_loaders,
+    run_roles,
     store,
     take_work,
 )
@@ -57,7 +59,7 @@ SMALLEST_QUERY = -40  # exponent below which a query row is not scaled up any fu
 
 
 @T.macro
-def stream(k, w, work, column, memory, latent_cache, latent_scale, rope_cache, thread, leader):
+def stream(k, w, work, column, memory, call, thread, leader):
     """One warp: the tiles of warpgroup ``w``, codes, scales and rotary keys."""
     for f in T.serial(work.fragments):
         read_fragment(work, f)
@@ -72,22 +74,22 @@ def stream(k, w, work, column, memory, latent_cache, latent_scale, rope_cache, t
                 first, in_page = v * k.page_rows, t0 % k.page_size
                 for c in list(range(k.panels)):
                     T.tma_copy(
-                        latent_cache[work.pages[v], in_page : in_page + k.page_rows, c * PANEL : c * PANEL + PANEL],
+                        call.latent_cache[
+                            work.pages[v], in_page : in_page + k.page_rows, c * PANEL : c * PANEL + PANEL
+                        ],
                         memory.c_ring[w, slot, c, first : first + k.page_rows, :],
                         barrier=memory.full[full],
                     )
                 for c in list(range(k.rope_panels)):
                     T.tma_copy(
-                        rope_cache[
-                            work.pages[v],
-                            in_page : in_page + k.page_rows,
-                            column + c * WIDE : column + c * WIDE + WIDE,
+                        call.rope_cache[
+                            work.pages[v], in_page : in_page + k.page_rows, column + c * WIDE : column + c * WIDE + WIDE
                         ],
                         memory.k_ring[w, slot, c, first : first + k.page_rows, :],
                         barrier=memory.full[full],
                     )
                 T.tma_copy(
-                    latent_scale[work.pages[v], in_page : in_page + k.page_rows],
+                    call.latent_scale[work.pages[v], in_page : in_page + k.page_rows],
                     memory.s_ring[w, slot, v, 0 : k.page_rows],
                     barrier=memory.full[full],
                 )
@@ -97,7 +99,7 @@ def stream(k, w, work, column, memory, latent_cache, latent_scale, rope_cache, t
 
 
 @T.macro
-def load_queries(k, c, work, tile, q_latent, q_pe):
+def load_queries(k, c, work, tile, call):
     """All consumers: the queries of a fragment. A warp takes a row of latent queries at a time."""
     x, row_max, memory = c.x, c.row_max, c.memory
     for i in T.serial(k.rows // 8):
@@ -107,7 +109,7 @@ def load_queries(k, c, work, tile, q_latent, q_pe):
             d = v // 4 * PANEL + 4 * c.lane + v % 4
             x[v] = T.if_then_else(
                 tvm.tirx.And(tile.holds(r), d < k.d_c),
-                T.cast(q_latent[(*tile.query(work, r), T.min(d, k.d_c - 1))], T.float32),
+                T.cast(call.q_latent[(*tile.query(work, r), T.min(d, k.d_c - 1))], T.float32),
                 0.0,
             )
             row_max[0] = T.max(row_max[0], T.abs(x[v]))
@@ -129,7 +131,7 @@ def load_queries(k, c, work, tile, q_latent, q_pe):
         d = e % (k.rope_panels * WIDE)
         memory.qp_tile[d // WIDE, r, d % WIDE] = T.if_then_else(
             tvm.tirx.And(tvm.tirx.And(tile.holds(r), k.meets(r, d)), d < k.tiling.groups_per_tile * k.d_r),
-            q_pe[(*tile.query(work, r), d % k.d_r)],
+            call.q_pe[(*tile.query(work, r), d % k.d_r)],
             T.cast(0, k.dtype),
         )
 
@@ -275,7 +277,7 @@ def finish(k, c, work, tile, call):
 
 
 @T.macro
-def consume(k, w, work, tile, memory, call, q_latent, q_pe, thread):
+def consume(k, w, work, tile, memory, call, thread):
     """One warpgroup: all fragments of this CTA, tiles ``w``, ``w + 2``, ... of each."""
     T.set_max_nreg(CONSUMER_REGISTERS, 1)
     c = Thread(k, w, thread, memory)
@@ -285,7 +287,7 @@ def consume(k, w, work, tile, memory, call, q_latent, q_pe, thread):
     restart(work)
     for f in T.serial(work.fragments):
         read_fragment(work, f)
-        load_queries(k, c, work, tile, q_latent, q_pe)
+        load_queries(k, c, work, tile, call)
         T.fence_proxy_async()
         T.sync_threads(barrier_id=BARRIER + 2, arrive_count=CONSUMERS)
         for i in T.unroll(k.tiles * k.held):
@@ -311,20 +313,13 @@ def consume(k, w, work, tile, memory, call, q_latent, q_pe, thread):
 
 
 def make_fp8(shape: DecodeShape, choice: KernelChoice):
-    """A TileLang function ``mla_decode_fp8`` for sm_90; :class:`MLATypes` has its arguments, of which latent_cache is
-    e4m3 and followed by latent_scale [P,page] (float32)."""
-    k, types = Static(shape, choice), MLATypes(shape, latent_dtype=CODES)
+    """A TileLang function ``mla_decode_fp8`` for sm_90; :class:`MLATypes` has its arguments, of codes."""
+    k, types = Static(shape, choice), MLATypes(shape, codes=CODES)
 
-    @T.prim_func
-    def mla_decode_fp8(
-        q_latent: types.q_latent, q_pe: types.q_pe, latent_cache: types.latent_cache,
-        latent_scale: types.cache("ls", dtype=T.float32), rope_cache: types.rope_cache, block_table: types.block_table,
-        schedule: types.schedule, partial_out: types.partial_out, partial_lse: types.partial_lse, out: types.out,
-        lse: types.lse, softmax_scale: T.float32, causal: T.int32, window: T.int32, sinks: T.int32,
-    ):  # fmt: skip
+    @T.macro
+    def body(call):
         with T.Kernel(k.tiling.num_tiles, types.num_ctas, threads=choice.threads) as (y, cta):
             T.import_source(INLINE)
-            call = Call(block_table, schedule, partial_out, partial_lse, out, lse, softmax_scale, causal, window, sinks)
             memory = allocate(k)
             swizzled = (memory.q_tile, memory.qp_tile, memory.c_ring, memory.k_ring, memory.p_tile)
             T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in swizzled})
@@ -332,18 +327,13 @@ def make_fp8(shape: DecodeShape, choice: KernelChoice):
             tile = locate(types, k.tiling, y, k.d_r)
             work = take_work(call, cta, k.page_size, BLOCK)
             T.pdl_trigger()
+            loaders = [(stream, k, w, work, tile.column, memory, call) for w in range(2)]
+            run_roles(
+                thread,
+                [
+                    *consumers(2, consume, k, work, tile, memory, call, thread),
+                    (None, run_loaders, PRODUCER_REGISTERS, thread, CONSUMERS, loaders),
+                ],
+            )
 
-            if thread < WARPGROUP:
-                consume(k, 0, work, tile, memory, call, q_latent, q_pe, thread)
-            elif thread < CONSUMERS:
-                consume(k, 1, work, tile, memory, call, q_latent, q_pe, thread)
-            else:
-                T.set_max_nreg(PRODUCER_REGISTERS, 0)
-                if thread < CONSUMERS + 32:
-                    stream(k, 0, work, tile.column, memory, latent_cache, latent_scale, rope_cache, thread, CONSUMERS)
-                elif thread < CONSUMERS + 64:
-                    stream(
-                        k, 1, work, tile.column, memory, latent_cache, latent_scale, rope_cache, thread, CONSUMERS + 32
-                    )
-
-    return mla_decode_fp8
+    return types.make("fp8", body)

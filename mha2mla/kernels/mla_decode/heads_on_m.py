@@ -25,10 +25,11 @@ from mha2mla.kernels.split_kv.device import (
     LN2,
     LOG2E,
     MASKED,
-    Call,
     end_fragment,
     locate,
     read_fragment,
+    run_loaders,
+    run_roles,
     store,
     stream,
     stream_queries,
@@ -113,7 +114,7 @@ def find_weights(k, x, scale):
 
 
 @T.macro
-def weigh(k, work, tile, memory, call, q_pe):
+def weigh(k, work, tile, memory, call):
     """The first warpgroup: scores and weights of all fragments, and their log-sum-exps."""
     T.set_max_nreg(SCORE_REGISTERS, 0)
     x = Buffers(
@@ -130,7 +131,7 @@ def weigh(k, work, tile, memory, call, q_pe):
     for f in T.serial(work.fragments):
         read_fragment(work, f)
         for c in T.serial(k.rope_cols // 16):  # in pieces: loads of a whole row at once cost registers
-            load_rope_queries(k, GPU, work, tile, q_pe, memory.qp_tile, 0, ROWS, c * 16, 16)
+            load_rope_queries(k, GPU, work, tile, call.q_pe, memory.qp_tile, 0, ROWS, c * 16, 16)
         T.fence_proxy_async()
         T.sync_threads(barrier_id=BARRIER, arrive_count=WARPGROUP)
         T.fill(x.row_sum, 0)
@@ -233,47 +234,28 @@ def make_heads_on_m(shape: DecodeShape, choice: KernelChoice):
     """A TileLang function ``mla_decode_heads_on_m`` for sm_90; :class:`MLATypes` has its arguments."""
     k, types = Static(shape, choice), MLATypes(shape)
 
-    @T.prim_func
-    def mla_decode_heads_on_m(
-        q_latent: types.q_latent, q_pe: types.q_pe, latent_cache: types.latent_cache, rope_cache: types.rope_cache,
-        block_table: types.block_table, schedule: types.schedule, partial_out: types.partial_out,
-        partial_lse: types.partial_lse, out: types.out, lse: types.lse, softmax_scale: T.float32, causal: T.int32,
-        window: T.int32, sinks: T.int32,
-    ):  # fmt: skip
+    @T.macro
+    def body(call):
         with T.Kernel(k.tiling.num_tiles, types.num_ctas, threads=HEADS_ON_M_THREADS) as (y, cta):
-            call = Call(block_table, schedule, partial_out, partial_lse, out, lse, softmax_scale, causal, window, sinks)
-            memory = allocate(k)
+            m = allocate(k)
             thread = T.get_thread_binding()
             tile = locate(types, k.tiling, y, k.d_r)
             work = take_work(call, cta, k.page_size, BLOCK)
             T.pdl_trigger()
+            halves = [
+                (stream, work, call.latent_cache, [2 * w * k.quarter], m.latent[2 * w : 2 * w + 2], *barriers)
+                for w, barriers in enumerate(zip(m.half_full, m.half_free, strict=True))
+            ]
+            keys = (stream, work, call.rope_cache, [tile.column], [m.k_ring], m.k_full, m.k_free)
+            queries = (stream_queries, work, tile, call.q_latent, m.q_tile, m.q_full, m.q_free, 0)
+            run_roles(
+                thread,
+                [
+                    (WARPGROUP, weigh, k, work, tile, m, call),
+                    (2 * WARPGROUP, multiply, k, 0, work, tile, m, call),
+                    (3 * WARPGROUP, multiply, k, 1, work, tile, m, call),
+                    (None, run_loaders, PRODUCER_REGISTERS, thread, CONSUMERS, [*halves, keys, queries]),
+                ],
+            )
 
-            if thread < WARPGROUP:
-                weigh(k, work, tile, memory, call, q_pe)
-            elif thread < 2 * WARPGROUP:
-                multiply(k, 0, work, tile, memory, call)
-            elif thread < 3 * WARPGROUP:
-                multiply(k, 1, work, tile, memory, call)
-            else:
-                T.set_max_nreg(PRODUCER_REGISTERS, 0)
-                if thread < CONSUMERS + 32:
-                    stream(
-                        work, latent_cache, [0], memory.latent[0:2], memory.half_full[0], memory.half_free[0], thread,
-                        CONSUMERS,
-                    )  # fmt: skip
-                elif thread < CONSUMERS + 64:
-                    stream(
-                        work, latent_cache, [2 * k.quarter], memory.latent[2:4], memory.half_full[1],
-                        memory.half_free[1], thread, CONSUMERS + 32,
-                    )  # fmt: skip
-                elif thread < CONSUMERS + 96:
-                    stream(
-                        work, rope_cache, [tile.column], [memory.k_ring], memory.k_full, memory.k_free, thread,
-                        CONSUMERS + 64,
-                    )  # fmt: skip
-                else:
-                    stream_queries(
-                        work, tile, q_latent, memory.q_tile, memory.q_full, memory.q_free, thread, CONSUMERS + 96
-                    )
-
-    return mla_decode_heads_on_m
+    return types.make("heads_on_m", body)

@@ -19,23 +19,19 @@ from tilelang.layout import make_full_bank_swizzled_layout
 from mha2mla.kernels.machine import ROW_GROUP, SWIZZLE_128, WARPGROUP, Buffers
 from mha2mla.kernels.mla_decode import swap_ab_ws
 from mha2mla.kernels.mla_decode.fp8_products import CODES
-from mha2mla.kernels.mla_decode.selection import (
-    CODE_PANEL,
-    KEY_TILE,
-    DecodeShape,
-    key_blocks,
-    key_steps,
-)
-from mha2mla.kernels.mla_decode.static import GROUP, Keys, LatentTypes, Turn, find_scaled_turn, find_turn
+from mha2mla.kernels.mla_decode.selection import CODE_PANEL, KEY_TILE, DecodeShape, key_blocks, key_steps
+from mha2mla.kernels.mla_decode.static import GROUP, MLATypes, Turn, find_scaled_turn, find_turn, position_of
 from mha2mla.kernels.mla_decode.swap_ab_ws import BLOCK, SCALE, allocate_barriers, allocate_tiles, consume
 from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.device import (
     LOG2E,
-    Call,
+    consumers,
     end_fragment,
     find_pages,
     locate,
     read_fragment,
+    run_loaders,
+    run_roles,
     stream,
     stream_queries,
     take_work,
@@ -85,7 +81,7 @@ class Static(swap_ab_ws.Static):
     pairs = property(lambda k: k.d_r // 2)
     half = property(lambda k: "true" if k.dtype == "float16" else "false")  # a C++ bool: the cache is float16
     latent_readers = property(lambda k: k.consumers + k.key_warpgroups * WARPGROUP)
-    rope_writers = WARPGROUP
+    makes_keys, rope_writers = True, WARPGROUP
 
     @staticmethod
     def pair(column):
@@ -128,7 +124,7 @@ class KeyMaker(Buffers):
 
 
 @T.macro
-def load_weight(k, c, keys, left=0):
+def load_weight(k, c, call, left=0):
     """Operands kept in registers: rows ``pair`` and ``pairs + pair`` of W_KR (of A, rows g and g + 8), zeros beyond;
     columns from ``left`` on."""
     own = T.min(c.pair, k.pairs - 1)
@@ -140,13 +136,13 @@ def load_weight(k, c, keys, left=0):
                 T.call_extern(
                     "uint32",
                     "two_numbers_at",
-                    T.address_of(keys.weight[e % 2 * k.pairs + own, T.min(column, k.d_c - 2)]),
+                    T.address_of(call.rope_weight[e % 2 * k.pairs + own, T.min(column, k.d_c - 2)]),
                 ),
                 T.uint32(0),
             )
     for e in list(range(2)):
-        c.bias[e] = T.if_then_else(c.pair < k.pairs, T.cast(keys.bias[e * k.pairs + own], T.float32), 0.0)
-    c.frequency[0] = keys.inv_freq[own]
+        c.bias[e] = T.if_then_else(c.pair < k.pairs, T.cast(call.rope_bias[e * k.pairs + own], T.float32), 0.0)
+    c.frequency[0] = call.inv_freq[own]
     for e in list(range(4)):
         find_turn(c.turn, e // 2 * 8 + 2 * c.q + e % 2, c.frequency[0])
         c.place_cos[e] = c.turn.cos[0]
@@ -185,9 +181,9 @@ def multiply(k, c, slot):
 
 
 @T.macro
-def find_first_turns(c, work, keys, t0):
+def find_first_turns(c, work, call, t0):
     """Each of the four lanes that share a pair finds those of 16 tokens."""
-    find_scaled_turn(c.turn, keys.position(work, t0 + c.q * GROUP), c.frequency[0], keys.scaling)
+    find_scaled_turn(c.turn, position_of(call, work, t0 + c.q * GROUP), c.frequency[0], call.scaling)
     for a in list(range(4)):
         c.first_cos[a] = T.shfl_sync(c.turn.cos[0], a, 4)
         c.first_sin[a] = T.shfl_sync(c.turn.sin[0], a, 4)
@@ -217,12 +213,12 @@ def hand_over(k, c, memory, slot):
 
 
 @T.macro
-def make_keys(k, work, memory, keys, thread):
+def make_keys(k, work, memory, call, thread):
     """One warpgroup: its 64 columns of the keys of all tiles of this CTA."""
     T.set_max_nreg(k.choice.registers[1], 1)
     c = KeyMaker(k, thread)
     T.initialize_wgmma_descriptor(c.tile_desc, memory.c_ring.access_ptr("r"), SWIZZLE_128, 1, ROW_GROUP)
-    load_weight(k, c, keys)
+    load_weight(k, c, call)
     stages, rope_stages = k.choice.num_stages, k.choice.rope_stages
     for f in T.serial(work.fragments):
         read_fragment(work, f)
@@ -231,7 +227,7 @@ def make_keys(k, work, memory, keys, thread):
             u = n * k.chunks + c.v
             T.barrier_wait(memory.c_full[n % stages], (n // stages) & 1)
             multiply(k, c, n % stages)
-            find_first_turns(c, work, keys, work.first_token(i))
+            find_first_turns(c, work, call, work.first_token(i))
             T.warpgroup_wait(0)
             T.warpgroup_fence_operand(c.sums, num_regs=SUMS)
             if k.scaled:
@@ -245,49 +241,45 @@ def make_keys(k, work, memory, keys, thread):
 
 
 def make_latent_ws(shape: DecodeShape, choice: KernelChoice):
-    """A TileLang function ``mla_decode_latent_ws`` for sm_90; :class:`LatentTypes` has its arguments."""
-    k, types = Static(shape, choice), LatentTypes(shape)
-    first_streaming = k.latent_readers
+    """A TileLang function ``mla_decode_latent_ws`` for sm_90; :class:`MLATypes` has its arguments, without a
+    rope_cache."""
+    k, types = Static(shape, choice), MLATypes(shape, has_rope_cache=False)
+    return _make(k, types, INLINE, lambda k: {**allocate_tiles(k), **allocate_barriers(k)})
 
-    @T.prim_func
-    def mla_decode_latent_ws(
-        q_latent: types.q_latent, q_pe: types.q_pe, latent_cache: types.latent_cache, rope_weight: types.rope_weight,
-        rope_bias: types.rope_bias, inv_freq: types.inv_freq, page_offsets: types.page_offsets,
-        block_table: types.block_table, schedule: types.schedule, partial_out: types.partial_out,
-        partial_lse: types.partial_lse, out: types.out, lse: types.lse, softmax_scale: T.float32, causal: T.int32,
-        window: T.int32, sinks: T.int32, scaling: T.float32, has_offsets: T.int32,
-    ):  # fmt: skip
-        with T.Kernel(k.tiling.num_tiles, types.num_ctas, threads=first_streaming + WARPGROUP) as (y, cta):
-            T.import_source(INLINE)
+
+def _make(k: Static, types: MLATypes, source: str, allocate):
+    first = k.latent_readers + (WARPGROUP if k.scaled else 0)
+
+    @T.macro
+    def body(call):
+        with T.Kernel(k.tiling.num_tiles, types.num_ctas, threads=first + WARPGROUP) as (y, cta):
+            T.import_source(source)
             if k.choice.ctas_per_sm > 1:
                 T.annotate_min_blocks_per_sm(k.choice.ctas_per_sm)
-            call = Call(block_table, schedule, partial_out, partial_lse, out, lse, softmax_scale, causal, window, sinks)
-            keys = Keys(rope_weight, rope_bias, inv_freq, page_offsets, scaling, has_offsets)
-            memory = Buffers(**allocate_tiles(k), **allocate_barriers(k))
-            T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in (memory.c_ring, memory.k_ring)})
+            m = Buffers(**allocate(k))
+            swizzled = (m.c_ring, m.k_ring, *((m.codes,) if k.scaled else ()))
+            T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in swizzled})
             thread = T.get_thread_binding()
             tile = locate(types, k.tiling, y, k.d_r)
             work = take_work(call, cta, k.page_size, BLOCK)
             T.pdl_trigger()
-
-            if thread < WARPGROUP:
-                consume(k, 0, work, tile, memory, call, q_pe)
-            elif k.choice.warpgroups == 2 and thread < 2 * WARPGROUP:
-                consume(k, k.choice.warpgroups - 1, work, tile, memory, call, q_pe)
-            elif thread < first_streaming:
-                make_keys(k, work, memory, keys, thread)
+            if k.scaled:
+                latent = (stream_codes, k, work, call, m)
+                widening = [(first, widen, k, work, m, 1.0 / (call.softmax_scale * LOG2E), thread - k.latent_readers)]
             else:
-                T.set_max_nreg(k.choice.registers[2], 0)
-                if thread < first_streaming + 32:
-                    stream(
-                        work, latent_cache, [0], [memory.c_ring], memory.c_full, memory.c_free, thread, first_streaming
-                    )
-                elif thread < first_streaming + 64:
-                    stream_queries(
-                        work, tile, q_latent, memory.q_tile, memory.q_full, memory.q_free, thread, first_streaming + 32
-                    )
+                latent, widening = (stream, work, call.latent_cache, [0], [m.c_ring], m.c_full, m.c_free), []
+            queries = (stream_queries, work, tile, call.q_latent, m.q_tile, m.q_full, m.q_free, 0)
+            run_roles(
+                thread,
+                [
+                    *consumers(k.choice.warpgroups, consume, k, work, tile, m, call),
+                    (k.latent_readers, make_keys, k, work, m, call, thread),
+                    *widening,
+                    (None, run_loaders, k.choice.registers[2], thread, first, [latent, queries]),
+                ],
+            )
 
-    return mla_decode_latent_ws
+    return types.make(k.choice.kernel, body)
 
 
 WIDENED = 8  # codes that a thread takes at a time: 16 bytes of the tile
@@ -328,10 +320,10 @@ class CodeStatic(Static):
     page_rows = property(lambda k: min(BLOCK, k.page_size))  # of a tile, that lie in one page
 
 
-def allocate_codes(k: CodeStatic) -> Buffers:
+def allocate_codes(k: CodeStatic) -> dict:
     """Memory of ``latent_ws``; ``codes`` and ``given`` (their scales) as they come, ``scales`` of the tiles."""
     stages = k.choice.code_stages
-    return Buffers(
+    return dict(
         **allocate_tiles(k),
         **allocate_barriers(k),
         codes=T.alloc_shared([stages, BLOCK, CODE_PANEL], CODES),
@@ -343,7 +335,7 @@ def allocate_codes(k: CodeStatic) -> Buffers:
 
 
 @T.macro
-def stream_codes(k, work, latent_cache, latent_scale, memory, thread, leader):
+def stream_codes(k, work, call, memory, thread, leader):
     """One warp: the pieces of every tile of this CTA's fragments."""
     stages = k.choice.code_stages
     for f in T.serial(work.fragments):
@@ -359,12 +351,12 @@ def stream_codes(k, work, latent_cache, latent_scale, memory, thread, leader):
                 for v in work.pieces:
                     first = v * k.page_rows
                     T.tma_copy(
-                        latent_cache[work.pages[v], in_page : in_page + k.page_rows, left : left + CODE_PANEL],
+                        call.latent_cache[work.pages[v], in_page : in_page + k.page_rows, left : left + CODE_PANEL],
                         memory.codes[slot, first : first + k.page_rows, :],
                         barrier=memory.codes_full[slot],
                     )
                     T.tma_copy(
-                        latent_scale[work.pages[v], in_page : in_page + k.page_rows],
+                        call.latent_scale[work.pages[v], in_page : in_page + k.page_rows],
                         memory.given[slot, v, 0 : k.page_rows],
                         barrier=memory.codes_full[slot],
                     )
@@ -421,49 +413,7 @@ def widen(k, work, memory, unit, thread):
 
 
 def make_latent_fp8(shape: DecodeShape, choice: KernelChoice):
-    """A TileLang function ``mla_decode_latent_fp8`` for sm_90; :class:`LatentTypes` has its arguments."""
-    k, types = CodeStatic(shape, choice), LatentTypes(shape, latent_dtype=CODES)
-    first_widening = k.latent_readers
-    first_streaming = first_widening + WARPGROUP
-
-    @T.prim_func
-    def mla_decode_latent_fp8(
-        q_latent: types.q_latent, q_pe: types.q_pe, latent_cache: types.latent_cache, latent_scale: types.latent_scale,
-        rope_weight: types.rope_weight, rope_bias: types.rope_bias, inv_freq: types.inv_freq,
-        page_offsets: types.page_offsets, block_table: types.block_table, schedule: types.schedule,
-        partial_out: types.partial_out, partial_lse: types.partial_lse, out: types.out, lse: types.lse,
-        softmax_scale: T.float32, causal: T.int32, window: T.int32, sinks: T.int32, scaling: T.float32,
-        has_offsets: T.int32,
-    ):  # fmt: skip
-        with T.Kernel(k.tiling.num_tiles, types.num_ctas, threads=choice.threads) as (y, cta):
-            T.import_source(INLINE + INLINE_CODES)
-            if k.choice.ctas_per_sm > 1:
-                T.annotate_min_blocks_per_sm(k.choice.ctas_per_sm)
-            call = Call(block_table, schedule, partial_out, partial_lse, out, lse, softmax_scale, causal, window, sinks)
-            keys = Keys(rope_weight, rope_bias, inv_freq, page_offsets, scaling, has_offsets)
-            memory = allocate_codes(k)
-            swizzled = (memory.c_ring, memory.k_ring, memory.codes)
-            T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in swizzled})
-            thread = T.get_thread_binding()
-            tile = locate(types, k.tiling, y, k.d_r)
-            work = take_work(call, cta, k.page_size, BLOCK)
-            T.pdl_trigger()
-
-            if thread < WARPGROUP:
-                consume(k, 0, work, tile, memory, call, q_pe)
-            elif k.choice.warpgroups == 2 and thread < 2 * WARPGROUP:
-                consume(k, k.choice.warpgroups - 1, work, tile, memory, call, q_pe)
-            elif thread < first_widening:
-                make_keys(k, work, memory, keys, thread)
-            elif thread < first_streaming:
-                widen(k, work, memory, 1.0 / (softmax_scale * LOG2E), thread - first_widening)
-            else:
-                T.set_max_nreg(k.choice.registers[2], 0)
-                if thread < first_streaming + 32:
-                    stream_codes(k, work, latent_cache, latent_scale, memory, thread, first_streaming)
-                elif thread < first_streaming + 64:
-                    stream_queries(
-                        work, tile, q_latent, memory.q_tile, memory.q_full, memory.q_free, thread, first_streaming + 32
-                    )
-
-    return mla_decode_latent_fp8
+    """A TileLang function ``mla_decode_latent_fp8`` for sm_90; :class:`MLATypes` has its arguments, of codes without a
+    rope_cache."""
+    types = MLATypes(shape, has_rope_cache=False, codes=CODES)
+    return _make(CodeStatic(shape, choice), types, INLINE + INLINE_CODES, allocate_codes)

@@ -16,6 +16,7 @@ from mha2mla.kernels.split_kv.choice import (
     HOPPER,
     KernelChoice,
     RowTiling,
+    first_refusal,
     rank_choices,
     refusals,
     shared_memory_limit,
@@ -64,15 +65,9 @@ class DecodeShape:
     @classmethod
     def of(cls, geometry: MLAGeometry, page_size: int, dtype: str, seqlen_q: int = 1) -> DecodeShape:
         """Shape of a call over a layer of ``geometry``; ``seqlen_q`` is the call's own."""
-        return cls(
-            geometry.num_attention_heads,
-            geometry.num_rope_heads,
-            geometry.kv_lora_rank,
-            geometry.qk_rope_head_dim,
-            page_size,
-            seqlen_q,
-            dtype,
-        )
+        g = geometry
+        sizes = g.num_attention_heads, g.num_rope_heads, g.kv_lora_rank, g.qk_rope_head_dim
+        return cls(*sizes, page_size, seqlen_q, dtype)
 
 
 def latent_shape(
@@ -90,42 +85,23 @@ def refusal(shape: DecodeShape, *, has_rope_cache: bool = True, codes: bool = Fa
         has_rope_cache: rotary keys are cached, and not made of the latent.
         codes: latents are e4m3.
     """
-    width, rope = shape.kv_lora_rank, shape.qk_rope_head_dim
-    rope_limit = MAX_ROPE_SHARED if shape.num_rope_heads == 1 else MAX_ROPE_PER_HEAD
-    rope_width = shape.num_rope_heads * rope
-    checks = (
-        (
-            not codes or width % 16 == 0,
-            f"kv_lora_rank is {width}; rows of e4m3 numbers must be multiples of 16 bytes",
-        ),
-        (
-            not codes or width <= MAX_CODES,
-            f"kv_lora_rank is {width}; kernels over e4m3 latents take at most {MAX_CODES}",
-        ),
-        (
-            has_rope_cache or width <= MAX_LATENT,
-            f"kv_lora_rank is {width}; TileLang kernels that make rotary keys take at most {MAX_LATENT}",
-        ),
-        (
-            has_rope_cache or rope <= MAX_ROPE_ALONE,
-            f"qk_rope_head_dim is {rope}; TileLang kernels that make rotary keys take at most {MAX_ROPE_ALONE}",
-        ),
-        *refusals(shape),
-        (
-            width % 8 == 0 and width <= MAX_LATENT,
-            f"kv_lora_rank is {width}; TileLang kernels take multiples of 8 up to {MAX_LATENT}",
-        ),
-        (
-            rope % 8 == 0 and rope <= rope_limit,
-            f"qk_rope_head_dim is {rope}; TileLang kernels take multiples of 8 up to {rope_limit}"
-            f" for num_rope_heads={shape.num_rope_heads}",
-        ),
-        (
-            rope_width <= MAX_ROPE_WIDTH,
-            f"num_rope_heads * qk_rope_head_dim is {rope_width}; TileLang kernels take at most {MAX_ROPE_WIDTH}",
-        ),
+    width, rope, groups = shape.kv_lora_rank, shape.qk_rope_head_dim, shape.num_rope_heads
+    multiples, makes_keys = "TileLang kernels take multiples of 8 up to", "TileLang kernels that make rotary keys"
+    rope_limit = MAX_ROPE_SHARED if groups == 1 else MAX_ROPE_PER_HEAD
+    d_c, d_r = f"kv_lora_rank is {width}", f"qk_rope_head_dim is {rope}"
+    columns = f"num_rope_heads * qk_rope_head_dim is {groups * rope}"
+    own = (
+        (not codes or width % 16 == 0, d_c, "rows of e4m3 numbers must be multiples of 16 bytes"),
+        (not codes or width <= MAX_CODES, d_c, f"kernels over e4m3 latents take at most {MAX_CODES}"),
+        (has_rope_cache or width <= MAX_LATENT, d_c, f"{makes_keys} take at most {MAX_LATENT}"),
+        (has_rope_cache or rope <= MAX_ROPE_ALONE, d_r, f"{makes_keys} take at most {MAX_ROPE_ALONE}"),
     )
-    return next((why for fits, why in checks if not fits), None)
+    sizes = (
+        (width % 8 == 0 and width <= MAX_LATENT, d_c, f"{multiples} {MAX_LATENT}"),
+        (rope % 8 == 0 and rope <= rope_limit, d_r, f"{multiples} {rope_limit} for num_rope_heads={groups}"),
+        (groups * rope <= MAX_ROPE_WIDTH, columns, f"TileLang kernels take at most {MAX_ROPE_WIDTH}"),
+    )
+    return first_refusal((*own, *refusals(shape), *sizes))
 
 
 def padded_rope_columns(columns: int) -> int:

@@ -6,12 +6,11 @@ one page and share its offset.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import tilelang.language as T
 from tilelang import tvm
 
-from mha2mla.kernels.machine import GPU, Buffers, Machine
+from mha2mla.kernels.machine import GPU, Buffers, Machine, make_function
 from mha2mla.kernels.mla_decode.selection import DecodeShape
 from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.device import Types
@@ -41,15 +40,41 @@ class MLAStatic:
 
 
 class MLATypes(Types):
-    """:class:`Types` and q_latent [B,S_q,H,d_c], q_pe [B,S_q,H,d_r], latent_cache [P,page,d_c] and rope_cache
-    [P,page,G*d_r], all with run-time strides; they come first, in this order."""
+    """:class:`Types` behind q_latent [B,S_q,H,d_c], q_pe [B,S_q,H,d_r] and latent_cache
+    [P,page,d_c], where that is of ``codes`` followed by latent_scale [P,page] (float32); then rope_cache
+    [P,page,G*d_r]. All have run-time strides.
 
-    def __init__(self, shape: DecodeShape, machine: Machine = GPU, latent_dtype: str | None = None):
-        super().__init__(shape.heads, shape.kv_lora_rank, shape.page_size, shape.dtype, machine)
-        self.q_latent = self.rows("ql", shape.kv_lora_rank)
-        self.q_pe = self.rows("qp", shape.qk_rope_head_dim)
-        self.latent_cache = self.cache("lc", shape.kv_lora_rank, dtype=latent_dtype)
-        self.rope_cache = self.cache("rc", shape.num_rope_heads * shape.qk_rope_head_dim)
+    Without a rope_cache there follow rope_weight [d_r,d_c] (run-time stride), rope_bias [d_r], inv_freq [d_r/2]
+    (float32) and page_offsets [B,max_pages] (int32); and behind sinks ``scaling`` and ``has_offsets``, 0 where
+    page_offsets is not to be read.
+    """
+
+    def __init__(
+        self, shape: DecodeShape, machine: Machine = GPU, *, has_rope_cache: bool = True, codes: str | None = None
+    ):
+        d_c, d_r = shape.kv_lora_rank, shape.qk_rope_head_dim
+        super().__init__(shape.heads, d_c, shape.page_size, shape.dtype, machine)
+        self.has_rope_cache = has_rope_cache
+        self.data = {
+            "q_latent": self.rows("ql", d_c),
+            "q_pe": self.rows("qp", d_r),
+            "latent_cache": self.cache("lc", d_c, dtype=codes),
+            **({"latent_scale": self.cache("ls", dtype=T.float32)} if codes else {}),
+        }
+        if has_rope_cache:
+            self.data["rope_cache"] = self.cache("rc", shape.num_rope_heads * d_r)
+        else:
+            self.data |= {
+                "rope_weight": machine.strided("rw", [d_r, d_c], shape.dtype),
+                "rope_bias": T.Tensor([d_r], shape.dtype),
+                "inv_freq": T.Tensor([d_r // 2], T.float32),
+                "page_offsets": T.Tensor([self.batch, T.dynamic("offset_pages")], T.int32),
+            }
+
+    def make(self, name: str, body):
+        """The TileLang function ``mla_decode_name`` of a body."""
+        numbers = {} if self.has_rope_cache else {"scaling": T.float32(), "has_offsets": T.int32()}
+        return make_function(f"mla_decode_{name}", self.arguments(self.data, **numbers), body)
 
 
 @T.macro
@@ -67,37 +92,10 @@ GROUP = 16  # tokens whose first one's angle is reduced
 HALF_PI = (1.570796, 3.267949e-07)  # to add up: in seven digits each, which is what TileLang's C target prints
 
 
-class LatentTypes(MLATypes):
-    """:class:`MLATypes` without a rope_cache; behind latent_cache follow rope_weight [d_r,d_c] (run-time stride),
-    rope_bias [d_r], inv_freq [d_r/2] (float32) and page_offsets [B,max_pages] (int32). Behind sinks a kernel takes
-    ``scaling`` and ``has_offsets``, 0 where page_offsets is not to be read. Latents in a ``latent_dtype`` are
-    followed by latent_scale [P,page] (float32)."""
-
-    def __init__(self, shape: DecodeShape, machine: Machine = GPU, latent_dtype: str | None = None):
-        super().__init__(shape, machine, latent_dtype)
-        self.latent_scale = self.cache("ls", dtype=T.float32)
-        width = shape.qk_rope_head_dim
-        self.rope_weight = machine.strided("rw", [width, shape.kv_lora_rank], shape.dtype)
-        self.rope_bias = T.Tensor([width], shape.dtype)
-        self.inv_freq = T.Tensor([width // 2], T.float32)
-        self.page_offsets = T.Tensor([self.batch, T.dynamic("offset_pages")], T.int32)
-
-
-@dataclass(frozen=True)
-class Keys:
-    """Run-time arguments from which rotary keys are made, as :class:`LatentTypes` describes them."""
-
-    weight: Any
-    bias: Any
-    inv_freq: Any
-    page_offsets: Any
-    scaling: Any
-    has_offsets: Any
-
-    def position(self, work, t):
-        """The rotary position of token ``t`` of the sequence at hand."""
-        page = T.min(t // work.page_size, work.last_page())
-        return t + T.if_then_else(self.has_offsets != 0, self.page_offsets[work.sequence, page], 0)
+def position_of(call, work, t):
+    """The rotary position of token ``t`` of the sequence at hand."""
+    page = T.min(t // work.page_size, work.last_page())
+    return t + T.if_then_else(call.has_offsets != 0, call.page_offsets[work.sequence, page], 0)
 
 
 class Turn(Buffers):

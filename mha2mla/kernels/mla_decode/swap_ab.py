@@ -18,20 +18,18 @@ from mha2mla.kernels.machine import BY_ROW, GPU, Buffers, Machine
 from mha2mla.kernels.mla_decode.selection import DecodeShape, padded_latent_columns, padded_rope_columns
 from mha2mla.kernels.mla_decode.static import (
     GROUP,
-    Keys,
-    LatentTypes,
     MLAStatic,
     MLATypes,
     Turn,
     find_scaled_turn,
     find_turn,
     load_rope_queries,
+    position_of,
 )
 from mha2mla.kernels.split_kv import softmax
-from mha2mla.kernels.split_kv.choice import KernelChoice
+from mha2mla.kernels.split_kv.choice import TILE_TOKENS, KernelChoice
 from mha2mla.kernels.split_kv.device import (
     MASKED,
-    Call,
     load_queries,
     load_tiles,
     locate,
@@ -39,7 +37,6 @@ from mha2mla.kernels.split_kv.device import (
     store,
     take_work,
 )
-from mha2mla.kernels.split_kv.schedule import TILE_TOKENS
 
 BY_COLUMN = T.GemmWarpPolicy.FullCol
 
@@ -94,31 +91,31 @@ def attend(k, t0, work, memory, x):
 
 
 @T.macro
-def decode(k, types, call, memory, y, cta, q_latent, q_pe, latent_cache, rope_cache, keys):
-    """All fragments of a CTA. Rotary keys are those of ``rope_cache``, or are made by ``keys``."""
+def decode(k, types, call, memory, y, cta):
+    """All fragments of a CTA."""
     tile = locate(types, k.tiling, y, k.d_r)
     work = take_work(call, cta, k.page_size, k.block)  # no pdl_trigger: there is none before sm_90
     x = softmax.make_softmax(k.machine, call, tile, k.block, k.tiling.rows, memory.stage, (), T.sync_threads)
-    sources = [(latent_cache, (), 0, memory.c_tile)]
-    if keys is None:
-        sources.append((rope_cache, (), tile.column, memory.k_tile))
+    sources = [(call.latent_cache, (), 0, memory.c_tile)]
+    if types.has_rope_cache:
+        sources.append((call.rope_cache, (), tile.column, memory.k_tile))
     else:
-        prepare_keys(k, keys, memory)
+        prepare_keys(k, call, memory)
     steps = TILE_TOKENS // k.block  # per tile of the schedule
     for f in T.serial(work.fragments):
         read_fragment(work, f)
         T.sync_threads()
         for c in list(range(0, k.latent_cols, 64)):
-            load_queries(k.machine, work, tile, q_latent, memory.q_tile, c, 64)
-        load_rope_queries(k, k.machine, work, tile, q_pe, memory.qp_tile, 0, k.tiling.rows, 0, k.rope_cols)
+            load_queries(k.machine, work, tile, call.q_latent, memory.q_tile, c, 64)
+        load_rope_queries(k, k.machine, work, tile, call.q_pe, memory.qp_tile, 0, k.tiling.rows, 0, k.rope_cols)
         T.fill(memory.o, 0)
         T.fill(memory.o_row_max, MASKED)
         softmax.begin(x, work)
         for i in T.serial(work.tiles * steps):
             t0 = work.first_token(i // steps) + i % steps * k.block
             load_tiles(k.machine, work, t0, sources, memory.c_tile, memory.holes, types.num_pages)
-            if keys is not None:
-                make_keys(k, t0, work, keys, memory)
+            if not types.has_rope_cache:
+                make_keys(k, t0, work, call, memory)
             attend(k, t0, work, memory, x)
         softmax.finish(x, memory.o_row_max)
         store(call, work, softmax.write_columns, x, memory.o, x.row_sum, memory.o_row_max)
@@ -126,21 +123,17 @@ def decode(k, types, call, memory, y, cta, q_latent, q_pe, latent_cache, rope_ca
 
 def make_swap_ab(shape: DecodeShape, choice: KernelChoice, machine: Machine = GPU):
     """A TileLang function ``mla_decode_swap_ab``; :class:`MLATypes` has its arguments."""
-    k, types = Static(shape, choice, machine), MLATypes(shape, machine)
+    return _make(Static(shape, choice, machine), MLATypes(shape, machine), allocate)
 
-    @T.prim_func
-    def mla_decode_swap_ab(
-        q_latent: types.q_latent, q_pe: types.q_pe, latent_cache: types.latent_cache, rope_cache: types.rope_cache,
-        block_table: types.block_table, schedule: types.schedule, partial_out: types.partial_out,
-        partial_lse: types.partial_lse, out: types.out, lse: types.lse, softmax_scale: T.float32, causal: T.int32,
-        window: T.int32, sinks: T.int32,
-    ):  # fmt: skip
-        with T.Kernel(k.tiling.num_tiles, types.num_ctas, threads=choice.threads) as (y, cta):
-            call = Call(block_table, schedule, partial_out, partial_lse, out, lse, softmax_scale, causal, window, sinks)
+
+def _make(k: Static, types: MLATypes, allocate):
+    @T.macro
+    def body(call):
+        with T.Kernel(k.tiling.num_tiles, types.num_ctas, threads=k.choice.threads) as (y, cta):
             memory = allocate(k)
-            decode(k, types, call, memory, y, cta, q_latent, q_pe, latent_cache, rope_cache, None)
+            decode(k, types, call, memory, y, cta)
 
-    return mla_decode_swap_ab
+    return types.make(k.choice.kernel, body)
 
 
 class LatentStatic(Static):
@@ -173,40 +166,42 @@ def allocate_latent(k: LatentStatic) -> Buffers:
 
 
 @T.macro
-def load_weight(k, keys, memory, left):
+def load_weight(k, call, memory, left):
     """``weight_cols`` columns of W_KR from ``left`` on, zeros behind its width and for pairs that there are not."""
     for u in list(range(2)):
         for j, d in k.machine.parallel(k.half, k.weight_cols):
             memory.w_tile[u][j, d] = T.if_then_else(
                 tvm.tirx.And(j < k.pairs, left + d < k.d_c),
-                keys.weight[u * k.pairs + T.min(j, k.pairs - 1), T.min(left + d, k.d_c - 1)],
+                call.rope_weight[u * k.pairs + T.min(j, k.pairs - 1), T.min(left + d, k.d_c - 1)],
                 T.cast(0, k.dtype),
             )
 
 
 @T.macro
-def prepare_keys(k, keys, memory):
+def prepare_keys(k, call, memory):
     """Once for all tiles: the bias, cos and sin of places, W_KR where it is resident."""
     turn = memory.turn
     for u in list(range(2)):
         for j in k.machine.parallel(k.half):
             memory.bias[u, j] = T.if_then_else(
-                j < k.pairs, T.cast(keys.bias[u * k.pairs + T.min(j, k.pairs - 1)], T.float32), 0.0
+                j < k.pairs, T.cast(call.rope_bias[u * k.pairs + T.min(j, k.pairs - 1)], T.float32), 0.0
             )
     for i, j in k.machine.parallel(GROUP, k.half):
-        find_turn(turn, i, keys.inv_freq[T.min(j, k.pairs - 1)])
+        find_turn(turn, i, call.inv_freq[T.min(j, k.pairs - 1)])
         memory.place[0, i, j] = turn.cos[0]
         memory.place[1, i, j] = turn.sin[0]
     if k.weight_cols == k.latent_cols:
-        load_weight(k, keys, memory, 0)
+        load_weight(k, call, memory, 0)
 
 
 @T.macro
-def make_keys(k, t0, work, keys, memory):
+def make_keys(k, t0, work, call, memory):
     """The rotary keys of the tile, as ``k_tile``."""
     turn = memory.turn
     for a, j in k.machine.parallel(k.block // GROUP, k.half):
-        find_scaled_turn(turn, keys.position(work, t0 + a * GROUP), keys.inv_freq[T.min(j, k.pairs - 1)], keys.scaling)
+        find_scaled_turn(
+            turn, position_of(call, work, t0 + a * GROUP), call.inv_freq[T.min(j, k.pairs - 1)], call.scaling
+        )
         memory.first[0, a, j] = turn.cos[0]
         memory.first[1, a, j] = turn.sin[0]
     for u in list(range(2)):
@@ -217,7 +212,7 @@ def make_keys(k, t0, work, keys, memory):
     else:
         for c in list(range(0, k.latent_cols, k.weight_cols)):
             T.sync_threads()
-            load_weight(k, keys, memory, c)
+            load_weight(k, call, memory, c)
             T.sync_threads()
             for u in list(range(2)):
                 T.gemm(
@@ -240,21 +235,5 @@ def make_keys(k, t0, work, keys, memory):
 
 
 def make_latent_portable(shape: DecodeShape, choice: KernelChoice, machine: Machine = GPU):
-    """A TileLang function ``mla_decode_latent_portable``; :class:`LatentTypes` has its arguments."""
-    k, types = LatentStatic(shape, choice, machine), LatentTypes(shape, machine)
-
-    @T.prim_func
-    def mla_decode_latent_portable(
-        q_latent: types.q_latent, q_pe: types.q_pe, latent_cache: types.latent_cache, rope_weight: types.rope_weight,
-        rope_bias: types.rope_bias, inv_freq: types.inv_freq, page_offsets: types.page_offsets,
-        block_table: types.block_table, schedule: types.schedule, partial_out: types.partial_out,
-        partial_lse: types.partial_lse, out: types.out, lse: types.lse, softmax_scale: T.float32, causal: T.int32,
-        window: T.int32, sinks: T.int32, scaling: T.float32, has_offsets: T.int32,
-    ):  # fmt: skip
-        with T.Kernel(k.tiling.num_tiles, types.num_ctas, threads=choice.threads) as (y, cta):
-            call = Call(block_table, schedule, partial_out, partial_lse, out, lse, softmax_scale, causal, window, sinks)
-            keys = Keys(rope_weight, rope_bias, inv_freq, page_offsets, scaling, has_offsets)
-            memory = allocate_latent(k)
-            decode(k, types, call, memory, y, cta, q_latent, q_pe, latent_cache, None, keys)
-
-    return mla_decode_latent_portable
+    """A TileLang function ``mla_decode_latent_portable``; :class:`MLATypes` has its arguments, without a rope_cache."""
+    return _make(LatentStatic(shape, choice, machine), MLATypes(shape, machine, has_rope_cache=False), allocate_latent)

@@ -29,7 +29,7 @@ from mha2mla.kernels.mla_decode.latent_ws import (
     rotate,
 )
 from mha2mla.kernels.mla_decode.selection import CLUSTER, DecodeShape, RopeBlocks, halve, key_steps
-from mha2mla.kernels.mla_decode.static import Keys, LatentTypes, MLATypes
+from mha2mla.kernels.mla_decode.static import MLATypes
 from mha2mla.kernels.mla_decode.swap_ab_ws import (
     BLOCK,
     PRODUCER_REGISTERS,
@@ -42,11 +42,13 @@ from mha2mla.kernels.mla_decode.swap_ab_ws import (
 from mha2mla.kernels.split_kv import softmax
 from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.device import (
-    Call,
+    consumers,
     end_fragment,
     locate,
     read_fragment,
     restart,
+    run_loaders,
+    run_roles,
     store,
     stream,
     stream_queries,
@@ -166,10 +168,7 @@ def share_scores(k, w, n, half, thread, memory, s, held):
     )
     T.barrier_wait(memory.s_full[at], (n // 2) & 1)
     T.call_extern(
-        "handle",
-        f"add_scores<{k.held}>",
-        T.address_of(held[0]),
-        T.address_of(memory.scores[w, n % 2, 0, mine, 0]),
+        "handle", f"add_scores<{k.held}>", T.address_of(held[0]), T.address_of(memory.scores[w, n % 2, 0, mine, 0])
     )
     for i, j in T.Parallel(BLOCK, k.rows):
         s[i, j] = T.call_extern("float32", "get", T.address_of(held[0]), place_of(i, j))
@@ -201,7 +200,7 @@ def attend(k, w, i, work, half, thread, memory, x, o, held, slots):
 
 
 @T.macro
-def consume(k, w, work, tile, half, memory, call, q_pe, thread, load_queries):
+def consume(k, w, work, tile, half, memory, call, thread):
     """One warpgroup: all fragments of this CTA, for rows ``w * rows ...`` of its tile."""
     T.set_max_nreg(k.registers, 1)
     x = make_own_softmax(k, w, tile, memory, call)
@@ -210,7 +209,10 @@ def consume(k, w, work, tile, half, memory, call, q_pe, thread, load_queries):
     restart(work)
     for f in T.serial(work.fragments):
         read_fragment(work, f)
-        load_queries(k, w, work, tile, half, q_pe, memory.qp_tile)
+        if k.makes_keys:
+            swap_ab_ws.load_own_rope_queries(k, w, work, tile, call.q_pe, memory.qp_tile)
+        else:
+            load_own_rope_queries(k, w, work, tile, half, call.q_pe, memory.qp_tile)
         T.fence_proxy_async()
         x.sync()
         for u in list(range(k.cut.units)):
@@ -228,62 +230,52 @@ def consume(k, w, work, tile, half, memory, call, q_pe, thread, load_queries):
 
 def make_swap_ab_cluster(shape: DecodeShape, choice: KernelChoice):
     """A TileLang function ``mla_decode_swap_ab_cluster`` for sm_90; :class:`MLATypes` has its arguments."""
-    k, types = Static(shape, choice), MLATypes(shape)
+    return _make(Static(shape, choice), MLATypes(shape), PRODUCER_REGISTERS, INLINE)
 
-    @T.prim_func
-    def mla_decode_swap_ab_cluster(
-        q_latent: types.q_latent, q_pe: types.q_pe, latent_cache: types.latent_cache, rope_cache: types.rope_cache,
-        block_table: types.block_table, schedule: types.schedule, partial_out: types.partial_out,
-        partial_lse: types.partial_lse, out: types.out, lse: types.lse, softmax_scale: T.float32, causal: T.int32,
-        window: T.int32, sinks: T.int32,
-    ):  # fmt: skip
+
+def _make(k: Static, types: MLATypes, streaming_registers: int, source: str):
+    first = k.latent_readers
+
+    @T.macro
+    def body(call):
         with T.Kernel(
-            k.tiling.num_tiles * CLUSTER, types.num_ctas, threads=k.consumers + WARPGROUP, cluster_dims=CLUSTER
+            k.tiling.num_tiles * CLUSTER, types.num_ctas, threads=first + WARPGROUP, cluster_dims=CLUSTER
         ) as (y, cta):
-            T.import_source(INLINE)
-            call = Call(block_table, schedule, partial_out, partial_lse, out, lse, softmax_scale, causal, window, sinks)
-            memory = allocate(k)
+            T.import_source(source)
+            m = allocate(k)
+            if k.makes_keys:
+                T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in (m.c_ring, m.k_ring)})
             thread = T.get_thread_binding()
             half = y % CLUSTER
             tile = locate(types, k.tiling, y // CLUSTER, k.d_r)
             T.pdl_sync()  # TileLang launches clusters as programmatic dependents
             work = take_work(call, cta, k.page_size, BLOCK)
             T.pdl_trigger()
-
-            if thread < WARPGROUP:
-                consume(k, 0, work, tile, half, memory, call, q_pe, thread, load_own_rope_queries)
-            elif k.choice.warpgroups == 2 and thread < 2 * WARPGROUP:
-                consume(k, k.choice.warpgroups - 1, work, tile, half, memory, call, q_pe, thread, load_own_rope_queries)
+            makers, loaders = [], [(stream, work, call.latent_cache, k.lefts(half), [m.c_ring], m.c_full, m.c_free)]
+            if k.makes_keys:
+                makers.append((first, make_keys, k, half, work, m, call, thread))
             else:
-                T.set_max_nreg(PRODUCER_REGISTERS, 0)
-                if thread < k.consumers + 32:
-                    stream(
-                        work, latent_cache, k.lefts(half), [memory.c_ring], memory.c_full, memory.c_free, thread,
-                        k.consumers,
-                    )  # fmt: skip
-                elif thread < k.consumers + 64:
-                    stream(
-                        work, rope_cache, [tile.column + half * k.cut.rope_own], [memory.k_ring], memory.k_full,
-                        memory.k_free, thread, k.consumers + 32,
-                    )  # fmt: skip
-                elif thread < k.consumers + 96:
-                    stream_queries(
-                        work, tile, q_latent, memory.q_tile, memory.q_full, memory.q_free, thread, k.consumers + 64,
-                        half * k.cut.columns,
-                    )  # fmt: skip
+                lefts = [tile.column + half * k.cut.rope_own]
+                loaders.append((stream, work, call.rope_cache, lefts, [m.k_ring], m.k_full, m.k_free))
+            loaders.append(
+                (stream_queries, work, tile, call.q_latent, m.q_tile, m.q_full, m.q_free, half * k.cut.columns)
+            )
+            run_roles(
+                thread,
+                [
+                    *consumers(k.choice.warpgroups, consume, k, work, tile, half, m, call, thread),
+                    *makers,
+                    (None, run_loaders, streaming_registers, thread, first, loaders),
+                ],
+            )
             T.cluster_sync()  # what this CTA sent may still be on its way
 
-    return mla_decode_swap_ab_cluster
+    return types.make(k.choice.kernel, body)
 
 
 class LatentStatic(Columns, latent_ws.Static):
     cut = property(lambda k: halve(k.tiling, k.d_c, 8))
     steps = property(lambda k: key_steps(k.cut.columns))
-
-
-@T.macro
-def load_all_rope_queries(k, w, work, tile, half, q_pe, qp_tile):
-    swap_ab_ws.load_own_rope_queries(k, w, work, tile, q_pe, qp_tile)
 
 
 @T.macro
@@ -310,12 +302,12 @@ def multiply(k, c, n, slots, memory):
 
 
 @T.macro
-def make_keys(k, half, work, memory, keys, thread):
+def make_keys(k, half, work, memory, call, thread):
     """One warpgroup: what this CTA's columns contribute to its 64 columns of the keys of all tiles."""
     T.set_max_nreg(k.choice.registers[1], 1)
     c, slots = KeyMaker(k, thread), T.alloc_local([k.cut.units], T.int32)
     T.initialize_wgmma_descriptor(c.tile_desc, memory.c_ring.access_ptr("r"), SWIZZLE_128, 1, ROW_GROUP)
-    load_weight(k, c, keys, half * k.cut.columns)
+    load_weight(k, c, call, half * k.cut.columns)
     for e in list(range(2)):
         c.bias[e] = T.if_then_else(half == 0, c.bias[e], 0.0)
     rope_stages = k.choice.rope_stages
@@ -325,7 +317,7 @@ def make_keys(k, half, work, memory, keys, thread):
             n = work.done + i
             at = n * k.chunks + c.v
             multiply(k, c, n, slots, memory)
-            find_first_turns(c, work, keys, work.first_token(i))
+            find_first_turns(c, work, call, work.first_token(i))
             T.warpgroup_wait(0)
             T.warpgroup_fence_operand(c.sums, num_regs=SUMS)
             for u in list(range(k.cut.units)):
@@ -338,53 +330,7 @@ def make_keys(k, half, work, memory, keys, thread):
 
 
 def make_latent_cluster(shape: DecodeShape, choice: KernelChoice):
-    """A TileLang function ``mla_decode_latent_cluster`` for sm_90; :class:`LatentTypes` has its arguments."""
-    k, types = LatentStatic(shape, choice), LatentTypes(shape)
-    first_streaming = k.latent_readers
-
-    @T.prim_func
-    def mla_decode_latent_cluster(
-        q_latent: types.q_latent, q_pe: types.q_pe, latent_cache: types.latent_cache, rope_weight: types.rope_weight,
-        rope_bias: types.rope_bias, inv_freq: types.inv_freq, page_offsets: types.page_offsets,
-        block_table: types.block_table, schedule: types.schedule, partial_out: types.partial_out,
-        partial_lse: types.partial_lse, out: types.out, lse: types.lse, softmax_scale: T.float32, causal: T.int32,
-        window: T.int32, sinks: T.int32, scaling: T.float32, has_offsets: T.int32,
-    ):  # fmt: skip
-        with T.Kernel(
-            k.tiling.num_tiles * CLUSTER, types.num_ctas, threads=first_streaming + WARPGROUP, cluster_dims=CLUSTER
-        ) as (y, cta):
-            T.import_source(latent_ws.INLINE + INLINE)
-            call = Call(block_table, schedule, partial_out, partial_lse, out, lse, softmax_scale, causal, window, sinks)
-            keys = Keys(rope_weight, rope_bias, inv_freq, page_offsets, scaling, has_offsets)
-            memory = allocate(k)
-            T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in (memory.c_ring, memory.k_ring)})
-            thread = T.get_thread_binding()
-            half = y % CLUSTER
-            tile = locate(types, k.tiling, y // CLUSTER, k.d_r)
-            T.pdl_sync()  # TileLang launches clusters as programmatic dependents
-            work = take_work(call, cta, k.page_size, BLOCK)
-            T.pdl_trigger()
-
-            if thread < WARPGROUP:
-                consume(k, 0, work, tile, half, memory, call, q_pe, thread, load_all_rope_queries)
-            elif k.choice.warpgroups == 2 and thread < 2 * WARPGROUP:
-                consume(
-                    k, k.choice.warpgroups - 1, work, tile, half, memory, call, q_pe, thread, load_all_rope_queries
-                )  # fmt: skip
-            elif thread < first_streaming:
-                make_keys(k, half, work, memory, keys, thread)
-            else:
-                T.set_max_nreg(k.choice.registers[2], 0)
-                if thread < first_streaming + 32:
-                    stream(
-                        work, latent_cache, k.lefts(half), [memory.c_ring], memory.c_full, memory.c_free, thread,
-                        first_streaming,
-                    )  # fmt: skip
-                elif thread < first_streaming + 64:
-                    stream_queries(
-                        work, tile, q_latent, memory.q_tile, memory.q_full, memory.q_free, thread,
-                        first_streaming + 32, half * k.cut.columns,
-                    )  # fmt: skip
-            T.cluster_sync()  # what this CTA sent may still be on its way
-
-    return mla_decode_latent_cluster
+    """A TileLang function ``mla_decode_latent_cluster`` for sm_90; :class:`MLATypes` has its arguments, without a
+    rope_cache."""
+    k, types = LatentStatic(shape, choice), MLATypes(shape, has_rope_cache=False)
+    return _make(k, types, choice.registers[2], latent_ws.INLINE + INLINE)

@@ -15,11 +15,13 @@ from mha2mla.kernels.mla_decode.static import MLAStatic, MLATypes, load_rope_que
 from mha2mla.kernels.split_kv import softmax
 from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.device import (
-    Call,
+    consumers,
     end_fragment,
     locate,
     read_fragment,
     restart,
+    run_loaders,
+    run_roles,
     store,
     stream,
     stream_queries,
@@ -50,6 +52,7 @@ class Static(MLAStatic):
     rope_phases = property(lambda k: k.chunks * -(-k.choice.rope_stages // k.chunks))
     latent_readers = property(lambda k: k.consumers)  # threads that read a tile of the latent
     latent_writers, rope_writers = 1, 1  # threads that say that a tile of the latent, a chunk of rotary keys, is there
+    makes_keys = False  # of the latent (``latent_ws``)
     scaled = False  # the tile holds codes, and ``scales`` what they are to be multiplied by (``latent_fp8``)
 
     @property
@@ -230,7 +233,7 @@ def make_own_softmax(k, w, tile, memory, call):
 
 
 @T.macro
-def consume(k, w, work, tile, memory, call, q_pe):
+def consume(k, w, work, tile, memory, call):
     """One warpgroup: all fragments of this CTA, for rows ``w * rows ...`` of its tile."""
     T.set_max_nreg(k.registers, 1)
     x = make_own_softmax(k, w, tile, memory, call)
@@ -242,7 +245,7 @@ def consume(k, w, work, tile, memory, call, q_pe):
             T.named_barrier_arrive(TURN, k.consumers)
     for f in T.serial(work.fragments):
         read_fragment(work, f)
-        load_own_rope_queries(k, w, work, tile, q_pe, memory.qp_tile)
+        load_own_rope_queries(k, w, work, tile, call.q_pe, memory.qp_tile)
         T.fence_proxy_async()
         x.sync()
         T.fill(o, 0)
@@ -260,39 +263,27 @@ def make_swap_ab_ws(shape: DecodeShape, choice: KernelChoice):
     """A TileLang function ``mla_decode_swap_ab_ws`` for sm_90; :class:`MLATypes` has its arguments."""
     k, types = Static(shape, choice), MLATypes(shape)
 
-    @T.prim_func
-    def mla_decode_swap_ab_ws(
-        q_latent: types.q_latent, q_pe: types.q_pe, latent_cache: types.latent_cache, rope_cache: types.rope_cache,
-        block_table: types.block_table, schedule: types.schedule, partial_out: types.partial_out,
-        partial_lse: types.partial_lse, out: types.out, lse: types.lse, softmax_scale: T.float32, causal: T.int32,
-        window: T.int32, sinks: T.int32,
-    ):  # fmt: skip
+    @T.macro
+    def body(call):
         with T.Kernel(k.tiling.num_tiles, types.num_ctas, threads=k.consumers + WARPGROUP) as (y, cta):
             if k.choice.ctas_per_sm > 1:
                 T.annotate_min_blocks_per_sm(k.choice.ctas_per_sm)
-            call = Call(block_table, schedule, partial_out, partial_lse, out, lse, softmax_scale, causal, window, sinks)
-            memory = Buffers(**allocate_tiles(k), **allocate_barriers(k))
+            m = Buffers(**allocate_tiles(k), **allocate_barriers(k))
             thread = T.get_thread_binding()
             tile = locate(types, k.tiling, y, k.d_r)
             work = take_work(call, cta, k.page_size, BLOCK)
             T.pdl_trigger()
+            loaders = [
+                (stream, work, call.latent_cache, [0], [m.c_ring], m.c_full, m.c_free),
+                (stream, work, call.rope_cache, k.rope_lefts(tile.column), [m.k_ring], m.k_full, m.k_free),
+                (stream_queries, work, tile, call.q_latent, m.q_tile, m.q_full, m.q_free, 0),
+            ]
+            run_roles(
+                thread,
+                [
+                    *consumers(k.choice.warpgroups, consume, k, work, tile, m, call),
+                    (None, run_loaders, PRODUCER_REGISTERS, thread, k.consumers, loaders),
+                ],
+            )
 
-            if thread < WARPGROUP:
-                consume(k, 0, work, tile, memory, call, q_pe)
-            elif k.choice.warpgroups == 2 and thread < 2 * WARPGROUP:
-                consume(k, k.choice.warpgroups - 1, work, tile, memory, call, q_pe)
-            else:
-                T.set_max_nreg(PRODUCER_REGISTERS, 0)
-                if thread < k.consumers + 32:
-                    stream(work, latent_cache, [0], [memory.c_ring], memory.c_full, memory.c_free, thread, k.consumers)
-                elif thread < k.consumers + 64:
-                    stream(
-                        work, rope_cache, k.rope_lefts(tile.column), [memory.k_ring], memory.k_full, memory.k_free,
-                        thread, k.consumers + 32,
-                    )  # fmt: skip
-                elif thread < k.consumers + 96:
-                    stream_queries(
-                        work, tile, q_latent, memory.q_tile, memory.q_full, memory.q_free, thread, k.consumers + 64
-                    )
-
-    return mla_decode_swap_ab_ws
+    return types.make("swap_ab_ws", body)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mha2mla.kernels.devices import register, runs_compiled
-from mha2mla.kernels.layouts import check_float
+from mha2mla.kernels.devices import register_kernel, runs_compiled
+from mha2mla.kernels.layouts import argument_error, check_float, check_like
 
 
 def rms_norm(
@@ -73,37 +73,13 @@ def silu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:
 
 def _check_beside(name: str, tensor: Tensor, first: Tensor, first_name: str, shape: torch.Size) -> None:
     if tensor.shape != shape:
-        raise ValueError(f"{name}.shape is {tuple(tensor.shape)}; expected {tuple(shape)}, by {first_name}")
-    if tensor.dtype != first.dtype or tensor.device != first.device:
-        raise ValueError(
-            f"{name} is {tensor.dtype} on {tensor.device}; expected {first.dtype} on {first.device}, as {first_name}"
-        )
+        raise argument_error(f"{name}.shape", tuple(tensor.shape), f"{tuple(shape)}, by {first_name}")
+    check_like(name, tensor, first, first_name)
 
 
-def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, compiled: bool) -> tuple[Tensor, Tensor]:
-    if compiled:
-        from mha2mla.kernels.pointwise.kernel import launch_rms_norm
-
-        out, total = _empty_norm(x, residual)
-        rows = (-1, x.shape[-1])
-        flat = None if residual is None else residual.reshape(rows)
-        launch_rms_norm(x.reshape(rows), flat, weight, eps, out.view(rows), total if flat is None else total.view(rows))
-        return out, total
-
+def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     normed, total = rms_norm_reference(x, residual, weight, eps)
-    return normed, x.new_empty(0) if residual is None else total
-
-
-def _silu_mul(gate: Tensor, up: Tensor, compiled: bool) -> Tensor:
-    if compiled:
-        from mha2mla.kernels.pointwise.kernel import launch_silu_mul
-
-        out = torch.empty_like(gate, memory_format=torch.contiguous_format)
-        rows = (-1, gate.shape[-1])
-        launch_silu_mul(gate.reshape(rows), up.reshape(rows), out.view(rows))
-        return out
-
-    return silu_mul_reference(gate, up).contiguous()
+    return normed, x.new_empty(0) if residual is None else total  # not x: outputs are new tensors
 
 
 def _empty_norm(x: Tensor, residual: Tensor | None, *_: object) -> tuple[Tensor, Tensor]:
@@ -111,13 +87,15 @@ def _empty_norm(x: Tensor, residual: Tensor | None, *_: object) -> tuple[Tensor,
     return normed, x.new_empty(0) if residual is None else torch.empty_like(normed)
 
 
-_rms_norm_op = register(
+_rms_norm_op = register_kernel(
     "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, bool compiled) -> (Tensor, Tensor)",
-    _rms_norm,
+    _norm,
     _empty_norm,
+    "mha2mla.kernels.pointwise.kernel:launch_rms_norm",
 )
-_silu_mul_op = register(
+_silu_mul_op = register_kernel(
     "silu_mul(Tensor gate, Tensor up, bool compiled) -> Tensor",
-    _silu_mul,
-    lambda gate, *_: torch.empty_like(gate, memory_format=torch.contiguous_format),
+    lambda gate, up: silu_mul_reference(gate, up).contiguous(),
+    lambda gate, _: torch.empty_like(gate, memory_format=torch.contiguous_format),
+    "mha2mla.kernels.pointwise.kernel:launch_silu_mul",
 )

@@ -1,14 +1,13 @@
 """The kernels between a layer's products: every number is read once, and rounded where plain torch rounds it."""
 
 import math
-from functools import cache
 
 import tilelang.language as T
 from torch import Tensor
 
 from mha2mla.kernels.devices import capability, dtype_name, on_device
 from mha2mla.kernels.layouts import vector_of, with_dense_rows
-from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, Buffers, Machine, compile_for
+from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, Buffers, Machine, compiler
 from mha2mla.kernels.skinny_linear.selection import ROW_BUCKETS
 
 
@@ -153,49 +152,33 @@ def make_silu_mul(*, width: int, dtype: str, vector: int = 1, threads: int = 128
     return silu_mul
 
 
-@cache
-def compile_rms_norm(major_minor: int, **static):
-    """The compiled kernel; arguments as ``make_rms_norm``'s."""
-    return compile_for(make_rms_norm(**static), major_minor, EXACT_PASS_CONFIGS)
-
-
-@cache
-def compile_silu_mul(major_minor: int, **static):
-    """The compiled kernel; arguments as ``make_silu_mul``'s."""
-    return compile_for(make_silu_mul(**static), major_minor, EXACT_PASS_CONFIGS)
+compile_rms_norm = compiler(make_rms_norm, EXACT_PASS_CONFIGS)
+compile_silu_mul = compiler(make_silu_mul, EXACT_PASS_CONFIGS)
 
 
 def launch_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor, total: Tensor) -> None:
-    """Run the kernel over rows [N, width]; ``total`` is written where there is a residual."""
+    """Run the kernel over rows [..., width]; ``total`` is written where there is a residual."""
     if out.numel() == 0:
         return
-    x, weight = x.contiguous(), weight.contiguous()
-    base, total = (x, out) if residual is None else (residual.contiguous(), total)
-    width = x.shape[1]
+    width, weight = x.shape[-1], weight.contiguous()
+    x, out = x.reshape(-1, width).contiguous(), out.view(-1, width)
+    base, total = (x, out) if residual is None else (residual.reshape(-1, width).contiguous(), total.view(-1, width))
+    here = capability(x.device)
+    static = {"width": width, "dtype": dtype_name(x.dtype), "residual": residual is not None}
     with on_device(x.device):
         kernel = compile_rms_norm(
-            capability(x.device),
-            width=width,
-            dtype=dtype_name(x.dtype),
-            residual=residual is not None,
-            vector=math.gcd(width, vector_of(x, base, weight, out, total)),
-            # A chain of few rows is where kernels wait for each other.
-            dependent=len(x) <= ROW_BUCKETS[-1] and capability(x.device) >= 90,
-        )
+            here, **static, vector=math.gcd(width, vector_of(x, base, weight, out, total)),
+            dependent=len(x) <= ROW_BUCKETS[-1] and here >= 90,  # in a chain of few rows kernels wait for each other
+        )  # fmt: skip
         kernel(x, base, weight, out, total, eps)
 
 
 def launch_silu_mul(gate: Tensor, up: Tensor, out: Tensor) -> None:
-    """Run the kernel over rows [N, width]."""
+    """Run the kernel over rows [..., width]."""
     if out.numel() == 0:
         return
-    gate, up = with_dense_rows(gate), with_dense_rows(up)
-    width = gate.shape[1]
+    width = gate.shape[-1]
+    gate, up = (with_dense_rows(x.reshape(-1, width)) for x in (gate, up))
+    static = {"width": width, "dtype": dtype_name(gate.dtype), "vector": math.gcd(width, vector_of(gate, up, out))}
     with on_device(gate.device):
-        kernel = compile_silu_mul(
-            capability(gate.device),
-            width=width,
-            dtype=dtype_name(gate.dtype),
-            vector=math.gcd(width, vector_of(gate, up, out)),
-        )
-        kernel(gate, up, out)
+        compile_silu_mul(capability(gate.device), **static)(gate, up, out.view(-1, width))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.devices import capability, register, runs_compiled
+from mha2mla.kernels.devices import capability, register_kernel, runs_compiled
 from mha2mla.kernels.layouts import Argument, argument_error, check_tensors
 from mha2mla.kernels.mla_decode.quantization import CODES, holds_codes, quantize_latent
 from mha2mla.kernels.skinny_linear.selection import serves_w_uk
@@ -281,42 +281,31 @@ def write_rows(pairs: tuple[tuple[Tensor, Tensor], ...], slots: Tensor) -> None:
 
 def _rope_append(
     rows: Tensor, keys: Tensor, query: Tensor, row_cache: Tensor, rope_cache: Tensor, positions: Tensor, slots: Tensor,
-    inv_freq: Tensor, attention_scaling: float, interleaved: bool, compiled: bool,
+    inv_freq: Tensor, attention_scaling: float, interleaved: bool,
 ) -> Tensor:  # fmt: skip
-    if compiled:
-        from mha2mla.kernels.rope_append.kernel import launch_rope_append
-
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        launch_rope_append(
-            rows, keys, query, row_cache, rope_cache, positions, slots, inv_freq, out, attention_scaling, interleaved
-        )
-        return out
-
     rotation = {"attention_scaling": attention_scaling, "interleaved": interleaved}
     keys = rotate_reference(keys, positions, inv_freq, **rotation)
     write_rows(((row_cache, rows), (rope_cache, keys)), slots)
     return rotate_reference(query, positions, inv_freq, **rotation)
 
 
-def _quantize_append(rows: Tensor, row_cache: Tensor, row_scale: Tensor, slots: Tensor, compiled: bool) -> None:
-    if compiled:
-        from mha2mla.kernels.rope_append.kernel import launch_quantize_rows
-
-        launch_quantize_rows(rows, row_cache, row_scale, slots)
-    elif rows.numel():
+def _quantize_append(rows: Tensor, row_cache: Tensor, row_scale: Tensor, slots: Tensor) -> None:
+    if rows.numel():
         codes, scale = quantize_latent(rows)
         # index and where take no e4m3, but its bytes
         write_rows(((row_cache.view(torch.uint8), codes.view(torch.uint8)), (row_scale, scale)), slots)
 
 
-_quantize = register(
+_quantize = register_kernel(
     "quantize_append(Tensor rows, Tensor(a!) row_cache, Tensor(b!) row_scale, Tensor slots, bool compiled) -> ()",
     _quantize_append,
     lambda *_: None,
+    "mha2mla.kernels.rope_append.kernel:launch_quantize_rows",
 )
-_append_op = register(
+_append_op = register_kernel(
     "rope_append(Tensor rows, Tensor keys, Tensor query, Tensor(a!) row_cache, Tensor(b!) rope_cache, Tensor positions,"
     " Tensor slots, Tensor inv_freq, float attention_scaling, bool interleaved, bool compiled) -> Tensor",
     _rope_append,
     lambda rows, keys, query, *_: torch.empty_like(query, memory_format=torch.contiguous_format),
+    "mha2mla.kernels.rope_append.kernel:launch_rope_append",
 )

@@ -1,15 +1,16 @@
 """RoPE of new tokens fused with writing into a paged cache, alone or with W_UK; and rows written in 8 bits."""
 
-from functools import cache
+from dataclasses import astuple, dataclass
 from math import gcd
 from types import SimpleNamespace
+from typing import Any
 
 import tilelang.language as T
 from torch import Tensor
 
 from mha2mla.kernels.devices import capability, dtype_name, on_device
 from mha2mla.kernels.layouts import vector_of, with_dense_rows
-from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, GPU, Buffers, Machine, compile_for
+from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, GPU, Buffers, Machine, compiler, make_function
 from mha2mla.kernels.mla_decode.quantization import SCALE_OF_LARGEST, SMALLEST_SCALE
 from mha2mla.kernels.skinny_linear.up_projections import THREADS as W_UK_THREADS
 from mha2mla.kernels.skinny_linear.up_projections import w_uk_blocks, w_uk_parts
@@ -18,17 +19,40 @@ BLOCK_THREADS = 128  # of rope_append
 LARGEST_FLOAT = 3.4028234663852886e38
 
 
-def append_parts(
-    *, heads: int, num_rope_heads: int, row_width: int, qk_rope_head_dim: int, num_tables: int, page_size: int,
-    dtype: str, interleaved: bool, vector: int, block_tokens: int, threads: int, on_cpu: bool = False,
-) -> SimpleNamespace:  # fmt: skip
+@dataclass(frozen=True)
+class AppendShape:
+    """Static part of a call.
+
+    Attributes:
+        heads: query heads H to rotate; 0 leaves the queries out.
+        num_rope_heads, row_width: G and the width of a row; what is 0 is not written.
+        qk_rope_head_dim: d_r.
+        num_tables: rows of inv_freq; divides H and G.
+        page_size: tokens per page.
+        dtype: of rows, keys, queries and caches.
+        interleaved: pairs are neighbours (x_0, x_1), …; else halves (x_0, x_{d_r / 2}), ….
+        vector: elements that a thread moves at a time, at most; every row and pointer is aligned to so many.
+    """
+
+    heads: int
+    num_rope_heads: int
+    row_width: int
+    qk_rope_head_dim: int
+    num_tables: int
+    page_size: int
+    dtype: str
+    interleaved: bool = False
+    vector: int = 1
+
+
+def append_parts(s: AppendShape, block_tokens: int, threads: int, on_cpu: bool = False) -> SimpleNamespace:
     """Body of a block; arguments as of :func:`make_rope_append`.
 
     Returns:
-        ``alloc()``: buffers by name; ``find_angles(positions, inv_freq, scaling, m, t0, tokens)`` and
-        ``find_slots(slots, m, t0, tokens, pages)`` of the block's tokens, from ``t0`` on, and once they are there
-        ``write(rows, keys, query, row_cache, rope_cache, out, m, t0, tokens)``.
+        ``alloc()``: buffers by name; ``find_angles(call, m, t0, tokens)`` and ``find_slots(slots, m, t0, tokens,
+        pages)`` of the block's tokens, from ``t0`` on, and once they are there ``write(call, m, t0, tokens)``.
     """
+    heads, num_rope_heads, row_width, qk_rope_head_dim, num_tables, page_size, dtype, interleaved, vector = astuple(s)
     accum = T.float32
     machine = Machine(on_cpu)
     half = qk_rope_head_dim // 2
@@ -91,14 +115,14 @@ def append_parts(
         }
 
     @T.macro
-    def find_angles(positions, inv_freq, scaling, m, t0, tokens):
+    def find_angles(call, m, t0, tokens):
         for r in T.serial(rounds(angles)):
             e = r * threads + thread()
             if e < angles:
                 i, g, p = e // (num_tables * half), e // half % num_tables, e % half
-                m.pair[0] = T.cast(positions[T.min(t0 + i, tokens - 1)], accum) * inv_freq[g, p]
-                m.cos[i, g, p] = T.cos(m.pair[0]) * T.if_then_else(inv_freq[g, p] == 0, 1.0, scaling)
-                m.sin[i, g, p] = T.sin(m.pair[0]) * scaling
+                m.pair[0] = T.cast(call.positions[T.min(t0 + i, tokens - 1)], accum) * call.inv_freq[g, p]
+                m.cos[i, g, p] = T.cos(m.pair[0]) * T.if_then_else(call.inv_freq[g, p] == 0, 1.0, call.scaling)
+                m.sin[i, g, p] = T.sin(m.pair[0]) * call.scaling
 
     @T.macro
     def find_slots(slots, m, t0, tokens, pages):
@@ -113,106 +137,100 @@ def append_parts(
                 )
 
     @T.macro
-    def write(rows, keys, query, row_cache, rope_cache, out, m, t0, tokens):
+    def write(call, m, t0, tokens):
         for r in T.serial(rounds(numbers)):
             e = r * threads + thread()
             if (e < numbers) & (m.slot[T.min(e // row_vectors, block_tokens - 1)] >= 0):
                 i, c = e // row_vectors, e % row_vectors * row_vector
                 for v in T.vectorized(row_vector):
-                    row_cache[m.slot[i] // page_size, m.slot[i] % page_size, c + v] = rows[t0 + i, c + v]
+                    call.row_cache[m.slot[i] // page_size, m.slot[i] % page_size, c + v] = call.rows[t0 + i, c + v]
         for r in T.serial(rounds(key_vectors)):
             e = r * threads + thread()
             if (e < key_vectors) & (m.slot[T.min(e // (groups * half_vectors), block_tokens - 1)] >= 0):
                 i, g, p = e // (groups * half_vectors), e // half_vectors % groups, e % half_vectors * pairs
                 rotate(
-                    m, i, g * num_tables // groups, p, keys, (t0 + i, g), rope_cache,
+                    m, i, g * num_tables // groups, p, call.keys, (t0 + i, g), call.rope_cache,
                     (m.slot[i] // page_size, m.slot[i] % page_size), g * qk_rope_head_dim,
                 )  # fmt: skip
         for r in T.serial(rounds(query_vectors)):
             e = r * threads + thread()
             if (e < query_vectors) & (t0 + e // (queries * half_vectors) < tokens):
                 i, h, p = e // (queries * half_vectors), e // half_vectors % queries, e % half_vectors * pairs
-                rotate(m, i, h * num_tables // queries, p, query, (t0 + i, h), out, (t0 + i, h), 0)
+                rotate(m, i, h * num_tables // queries, p, call.query, (t0 + i, h), call.out, (t0 + i, h), 0)
 
     return SimpleNamespace(alloc=alloc, find_angles=find_angles, find_slots=find_slots, write=write)
 
 
+def append_arguments(s: AppendShape, machine: Machine = GPU) -> dict[str, Any]:
+    """Types of the arguments by name: rows [N,width], keys [N,G,d_r] and queries [N,H,d_r] (run-time strides: parts of
+    one projection are read where they lie), positions [N] int32, slots [N] int32, inv_freq [num_tables,d_r/2] float32;
+    row_cache [P,page,width] and rope_cache [P,page,G*d_r] (run-time strides), out [N,H,d_r]; scaling float32. An absent
+    tensor is passed as any with a size of at least one everywhere."""
+    tokens, pages, rope, dtype = T.dynamic("tokens"), T.dynamic("pages"), s.qk_rope_head_dim, s.dtype
+    groups, width, queries = max(1, s.num_rope_heads), max(1, s.row_width), max(1, s.heads)
+    return {
+        "rows": machine.strided("rows", [tokens, width], dtype),
+        "keys": machine.strided("keys", [tokens, groups, rope], dtype),
+        "query": machine.strided("query", [tokens, queries, rope], dtype),
+        "positions": T.Tensor([tokens], T.int32),
+        "slots": T.Tensor([tokens], T.int32),
+        "inv_freq": T.Tensor([s.num_tables, rope // 2], T.float32),
+        "row_cache": machine.strided("row", [pages, s.page_size, width], dtype),
+        "rope_cache": machine.strided("key", [pages, s.page_size, groups * rope], dtype),
+        "out": T.Tensor([tokens, queries, rope], dtype),
+        "scaling": T.float32(),
+    }
+
+
+@T.macro
+def assume_aligned(call, vector):
+    """Run-time strides are multiples of ``vector``: else stores are not known to be aligned, and stay scalar."""
+    if vector > 1:
+        # A loop over tensors or strides would give them all one name.
+        for i in list(range(9)):
+            T.assume(stride(i, call.rows, call.keys, call.query, call.row_cache, call.rope_cache) % vector == 0)
+
+
 def stride(i, *tensors):
-    """The i-th run-time stride of tensors. A loop over tensors or strides in a kernel would give them all one name."""
+    """The i-th run-time stride of tensors."""
     return [stride for tensor in tensors for stride in list(tensor.strides)[:-1]][i]
 
 
 def make_rope_append(
-    *, heads: int, num_rope_heads: int, row_width: int, qk_rope_head_dim: int, num_tables: int, page_size: int,
-    dtype: str, interleaved: bool, vector: int = 1, block_tokens: int = 4, threads: int = 128,
-    dependent: bool = False, on_cpu: bool = False,
+    shape: AppendShape, *, block_tokens: int = 4, threads: int = BLOCK_THREADS, dependent: bool = False,
+    on_cpu: bool = False,
 ):  # fmt: skip
     """A TileLang function ``rope_append``; tokens and pages are run-time values.
 
     Args:
-        heads: query heads H to rotate; 0 leaves the queries out.
-        num_rope_heads, row_width: G and the width of a row; what is 0 is not written.
-        qk_rope_head_dim: d_r.
-        num_tables: rows of inv_freq; divides H and G.
-        page_size: tokens per page.
-        dtype: of rows, keys, queries and caches.
-        interleaved: pairs are neighbours (x_0, x_1), …; else halves (x_0, x_{d_r / 2}), ….
-        vector: elements that a thread moves at a time, at most; every row and pointer is aligned to so many.
+        shape: of the call; :func:`append_arguments` has the function's arguments.
         block_tokens, threads: of a block.
         dependent: launch it as a programmatic dependent of the kernel before (sm_90 and newer).
         on_cpu: compile for TileLang's C target.
-
-    The function's arguments: rows [N,width], keys [N,G,d_r] and queries [N,H,d_r] (run-time strides: parts of one
-    projection are read where they lie), positions [N] int32, slots [N] int32, inv_freq [num_tables,d_r/2] float32;
-    row_cache [P,page,width] and rope_cache [P,page,G*d_r] (run-time strides), out [N,H,d_r]; scaling float32. What is
-    tensor is absent is passed as any with a size of at least one everywhere.
     """
-    accum = T.float32
-    machine = Machine(on_cpu)
-    half = qk_rope_head_dim // 2
-    tokens, pages = T.dynamic("tokens"), T.dynamic("pages")
-    groups, width, queries = max(1, num_rope_heads), max(1, row_width), max(1, heads)
     threads = 1 if on_cpu else threads
-    parts = append_parts(
-        heads=heads, num_rope_heads=num_rope_heads, row_width=row_width, qk_rope_head_dim=qk_rope_head_dim,
-        num_tables=num_tables, page_size=page_size, dtype=dtype, interleaved=interleaved, vector=vector,
-        block_tokens=block_tokens, threads=threads, on_cpu=on_cpu,
-    )  # fmt: skip
+    parts, arguments = append_parts(shape, block_tokens, threads, on_cpu), append_arguments(shape, Machine(on_cpu))
+    tokens, pages = arguments["rows"].shape[0], arguments["row_cache"].shape[0]
 
-    @T.prim_func
-    def rope_append(
-        rows: machine.strided("rows", [tokens, width], dtype),
-        keys: machine.strided("keys", [tokens, groups, qk_rope_head_dim], dtype),
-        query: machine.strided("query", [tokens, queries, qk_rope_head_dim], dtype),
-        positions: T.Tensor([tokens], T.int32),
-        slots: T.Tensor([tokens], T.int32),
-        inv_freq: T.Tensor([num_tables, half], accum),
-        row_cache: machine.strided("row", [pages, page_size, width], dtype),
-        rope_cache: machine.strided("key", [pages, page_size, groups * qk_rope_head_dim], dtype),
-        out: T.Tensor([tokens, queries, qk_rope_head_dim], dtype),
-        scaling: T.float32,
-    ):
+    @T.macro
+    def body(call):
         with T.Kernel(T.ceildiv(tokens, block_tokens), threads=threads) as x:
-            if vector > 1 and not on_cpu:  # else stores are not known to be aligned, and stay scalar
-                for i in list(range(9)):
-                    T.assume(stride(i, rows, keys, query, row_cache, rope_cache) % vector == 0)
+            if not on_cpu:
+                assume_aligned(call, shape.vector)
             m = Buffers(**parts.alloc())
             t0 = x * block_tokens
             if dependent:
                 T.pdl_sync()
                 T.pdl_trigger()
-            parts.find_angles(positions, inv_freq, scaling, m, t0, tokens)
-            parts.find_slots(slots, m, t0, tokens, pages)
+            parts.find_angles(call, m, t0, tokens)
+            parts.find_slots(call.slots, m, t0, tokens, pages)
             T.sync_threads()
-            parts.write(rows, keys, query, row_cache, rope_cache, out, m, t0, tokens)
+            parts.write(call, m, t0, tokens)
 
-    return rope_append
+    return make_function("rope_append", arguments, body)
 
 
-def make_append_w_uk(
-    *, heads: int, num_rope_heads: int, row_width: int, qk_rope_head_dim: int, num_tables: int, page_size: int,
-    kv_heads: int, inner: int, dtype: str, vector: int = 1,
-):  # fmt: skip
+def make_append_w_uk(shape: AppendShape, *, kv_heads: int, inner: int):
     """A TileLang function ``append_w_uk`` for sm_90: a block for each token as of ``rope_append``, then those of
     ``w_uk``; tokens and pages are run-time values.
 
@@ -220,62 +238,44 @@ def make_append_w_uk(
     where these have changed once it has ended.
 
     Args:
-        heads, num_rope_heads, row_width, qk_rope_head_dim, num_tables, page_size, dtype, vector: as of
-            ``make_rope_append``, with ``row_width`` columns of a weight; halves are pairs.
+        shape: of the call, whose rows are as wide as a weight.
         kv_heads, inner: number of weights, and their rows, as ``groups`` and ``inner`` of ``make_w_uk``.
 
     The function's arguments: those of ``rope_append``; then x, up and mapped, as of ``w_uk``.
     """
-    accum = T.float32
-    half = qk_rope_head_dim // 2
-    tokens, pages = T.dynamic("tokens"), T.dynamic("pages")
-    groups = max(1, num_rope_heads)
-    append = append_parts(
-        heads=heads, num_rope_heads=num_rope_heads, row_width=row_width, qk_rope_head_dim=qk_rope_head_dim,
-        num_tables=num_tables, page_size=page_size, dtype=dtype, interleaved=False, vector=vector, block_tokens=1,
-        threads=W_UK_THREADS,
-    )  # fmt: skip
-    product = w_uk_parts(heads=heads, groups=kv_heads, inner=inner, outer=row_width, dtype=dtype)
+    heads, width, dtype = shape.heads, shape.row_width, shape.dtype
+    append, arguments = append_parts(shape, 1, W_UK_THREADS), append_arguments(shape)
+    product = w_uk_parts(heads=heads, groups=kv_heads, inner=inner, outer=width, dtype=dtype)
+    tokens, pages = arguments["rows"].shape[0], arguments["row_cache"].shape[0]
+    arguments |= {
+        "x": GPU.strided("x", [tokens, heads, inner], dtype),
+        "up": T.Tensor([kv_heads, inner, width], dtype),
+        "mapped": T.Tensor([tokens, heads, width], dtype),
+    }
 
-    @T.prim_func
-    def append_w_uk(
-        rows: GPU.strided("rows", [tokens, row_width], dtype),
-        keys: GPU.strided("keys", [tokens, groups, qk_rope_head_dim], dtype),
-        query: GPU.strided("query", [tokens, heads, qk_rope_head_dim], dtype),
-        positions: T.Tensor([tokens], T.int32),
-        slots: T.Tensor([tokens], T.int32),
-        inv_freq: T.Tensor([num_tables, half], accum),
-        row_cache: GPU.strided("row", [pages, page_size, row_width], dtype),
-        rope_cache: GPU.strided("key", [pages, page_size, groups * qk_rope_head_dim], dtype),
-        out: T.Tensor([tokens, heads, qk_rope_head_dim], dtype),
-        scaling: T.float32,
-        x: GPU.strided("x", [tokens, heads, inner], dtype),
-        up: T.Tensor([kv_heads, inner, row_width], dtype),
-        mapped: T.Tensor([tokens, heads, row_width], dtype),
-    ):
-        with T.Kernel(w_uk_blocks(tokens, heads, row_width) + tokens, threads=W_UK_THREADS) as block:
-            if vector > 1:  # else stores are not known to be aligned, and stay scalar
-                for i in list(range(9)):
-                    T.assume(stride(i, rows, keys, query, row_cache, rope_cache) % vector == 0)
+    @T.macro
+    def body(call):
+        with T.Kernel(w_uk_blocks(tokens, heads, width) + tokens, threads=W_UK_THREADS) as block:
+            assume_aligned(call, shape.vector)
             m = Buffers(**append.alloc(), **product.alloc(), then=T.alloc_local([2], T.int32))
             if block < tokens:
-                m.then[0] = positions[block]
-                append.find_angles(positions, inv_freq, scaling, m, block, tokens)
+                m.then[0] = call.positions[block]
+                append.find_angles(call, m, block, tokens)
                 T.pdl_sync()
                 T.pdl_trigger()
-                m.then[1] = positions[block]
-                append.find_slots(slots, m, block, tokens, pages)
+                m.then[1] = call.positions[block]
+                append.find_slots(call.slots, m, block, tokens, pages)
                 if m.then[0] != m.then[1]:
-                    append.find_angles(positions, inv_freq, scaling, m, block, tokens)
+                    append.find_angles(call, m, block, tokens)
                 T.sync_threads()
-                append.write(rows, keys, query, row_cache, rope_cache, out, m, block, tokens)
+                append.write(call, m, block, tokens)
             else:
-                product.ask(up, m, block - tokens)
+                product.ask(call.up, m, block - tokens)
                 T.pdl_sync()
                 T.pdl_trigger()
-                product.apply(x, mapped, m, block - tokens, tokens)
+                product.apply(call.x, call.mapped, m, block - tokens, tokens)
 
-    return append_w_uk
+    return make_function("append_w_uk", arguments, body)
 
 
 def make_quantize_rows(
@@ -353,21 +353,14 @@ def make_quantize_rows(
     return quantize_rows
 
 
-@cache
-def compile_rope_append(major_minor: int, **static):
-    """The compiled kernel; arguments as ``make_rope_append``'s. One compilation serves every N and P."""
-    return compile_for(make_rope_append(**static), major_minor, EXACT_PASS_CONFIGS)
-
-
-@cache
-def compile_append_w_uk(major_minor: int, **static):
-    """The compiled kernel; arguments as ``make_append_w_uk``'s."""
-    return compile_for(make_append_w_uk(**static), major_minor, EXACT_PASS_CONFIGS)
+compile_rope_append = compiler(make_rope_append, EXACT_PASS_CONFIGS)
+compile_append_w_uk = compiler(make_append_w_uk, EXACT_PASS_CONFIGS)
+compile_quantize_rows = compiler(make_quantize_rows, EXACT_PASS_CONFIGS)
 
 
 def launch_rope_append(
     rows: Tensor, keys: Tensor, query: Tensor, row_cache: Tensor, rope_cache: Tensor, positions: Tensor,
-    slots: Tensor, inv_freq: Tensor, out: Tensor, attention_scaling: float, interleaved: bool,
+    slots: Tensor, inv_freq: Tensor, attention_scaling: float, interleaved: bool, out: Tensor,
 ) -> None:  # fmt: skip
     """Run the kernel; shapes as in :func:`mha2mla.kernels.mla_append`. What is empty (queries, keys, rows, a cache) is
     left out: rows alone are written, or keys alone, or nothing and only queries are rotated."""
@@ -393,12 +386,12 @@ def launch_rope_append(
         row_cache = row_cache if width else rope_cache[:, :, :1]
         # With a table a head a token's angles occupy a block, and four tokens' make it wait.
         alone = inv_freq.numel() >= BLOCK_THREADS
-        kernel = compile_rope_append(
-            capability(query.device), block_tokens=1 if alone else 4, dependent=capability(query.device) >= 90,
-            heads=heads, num_rope_heads=groups, row_width=width, qk_rope_head_dim=rope, num_tables=inv_freq.shape[0],
-            page_size=page_size, dtype=dtype_name(query.dtype), interleaved=interleaved,
-            vector=vector_of(rows, keys, query, row_cache, rope_cache, out),
-        )  # fmt: skip
+        vector = vector_of(rows, keys, query, row_cache, rope_cache, out)
+        shape = AppendShape(
+            heads, groups, width, rope, len(inv_freq), page_size, dtype_name(query.dtype), interleaved, vector
+        )
+        here = capability(query.device)
+        kernel = compile_rope_append(here, shape=shape, block_tokens=1 if alone else 4, dependent=here >= 90)
         kernel(
             rows, keys, query, positions.contiguous(), slots.contiguous(), inv_freq.contiguous(), row_cache, rope_cache,
             out, attention_scaling,
@@ -418,22 +411,15 @@ def launch_append_w_uk(
         query, rows = with_dense_rows(query), with_dense_rows(rows)
         keys = with_dense_rows(keys) if groups else query[:, :1]
         rope_cache = rope_cache.flatten(2) if groups else query.as_strided((pages, page_size, rope), (0, 0, 1))
-        kernel = compile_append_w_uk(
-            capability(query.device), heads=heads, num_rope_heads=groups, row_width=rows.shape[1],
-            qk_rope_head_dim=rope, num_tables=inv_freq.shape[0], page_size=page_size, kv_heads=len(k_up),
-            inner=x.shape[2], dtype=dtype_name(query.dtype),
-            vector=vector_of(rows, keys, query, row_cache, rope_cache, out),
-        )  # fmt: skip
+        vector, dtype = vector_of(rows, keys, query, row_cache, rope_cache, out), dtype_name(query.dtype)
+        shape = AppendShape(
+            heads, groups, rows.shape[1], rope, len(inv_freq), page_size, dtype, interleaved=False, vector=vector
+        )
+        kernel = compile_append_w_uk(capability(query.device), shape=shape, kv_heads=len(k_up), inner=x.shape[2])
         kernel(
             rows, keys, query, positions.contiguous(), slots.contiguous(), inv_freq.contiguous(), row_cache, rope_cache,
             out, attention_scaling, with_dense_rows(x), k_up, mapped,
         )  # fmt: skip
-
-
-@cache
-def compile_quantize_rows(major_minor: int, **static):
-    """The compiled kernel; arguments as ``make_quantize_rows``'s."""
-    return compile_for(make_quantize_rows(**static), major_minor, EXACT_PASS_CONFIGS)
 
 
 def launch_quantize_rows(rows: Tensor, row_cache: Tensor, row_scale: Tensor, slots: Tensor) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from mha2mla.kernels.devices import check_backend, register
-from mha2mla.kernels.layouts import ALIGNMENT, argument_error
+from mha2mla.kernels.devices import check_backend, register_kernel
+from mha2mla.kernels.layouts import ALIGNMENT, argument_error, check_like
 from mha2mla.kernels.skinny_linear.selection import (
     COLUMN_STEP,
     HEAD_COLUMNS,
@@ -53,8 +53,7 @@ def skinny_linear(
     if weight.ndim != 2 or x.ndim < 1 or weight.shape[1] * groups != x.shape[-1] or weight.shape[0] % groups:
         wanted = f"[a multiple of {groups}, {x.shape[-1] / groups if x.ndim else 1:g}], by x"
         raise argument_error("weight.shape", tuple(weight.shape), wanted)
-    if weight.dtype != x.dtype or weight.device != x.device:
-        raise argument_error("weight", f"{weight.dtype} on {weight.device}", f"{x.dtype} on {x.device}, as x")
+    check_like("weight", weight, x, "x")
     if gated and weight.shape[0] % 2:
         raise argument_error("weight.shape[0]", weight.shape[0], "an even number of rows, gate and up")
     if bias is not None and (
@@ -107,8 +106,7 @@ def project_w_uk(x: Tensor, k_up: Tensor, *, backend: str | None = None) -> Tens
     if k_up.ndim != 3 or x.ndim < 3 or k_up.shape[1] != x.shape[-1] or not len(k_up) or x.shape[-2] % len(k_up):
         heads, inner = x.shape[-2:] if x.ndim > 1 else ("H", "d_n")
         raise argument_error("k_up.shape", tuple(k_up.shape), f"[a divisor of {heads}, {inner}, d_c], by x")
-    if k_up.dtype != x.dtype or k_up.device != x.device:
-        raise argument_error("k_up", f"{k_up.dtype} on {k_up.device}", f"{x.dtype} on {x.device}, as x")
+    check_like("k_up", k_up, x, "x")
     served = backend != "reference" and serves_w_uk(x, k_up)
     if backend == "tilelang" and not served:
         raise argument_error(
@@ -134,47 +132,23 @@ def up_project(x: Tensor, weight: Tensor, *, transposed: bool = False) -> Tensor
     from mha2mla.kernels.skinny_linear.up_projections import launch_up_projection
 
     out = x.new_empty(*x.shape[:-1], weight.shape[1 if transposed else 2])
-    launch_up_projection(x.flatten(0, -3), weight, out.view(-1, *out.shape[-2:]), transposed)
+    launch_up_projection(x, weight, out, transposed)
     return out
 
 
-def _skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, gated: bool, compiled: bool) -> Tensor:
-    if not compiled:
-        return skinny_linear_reference(x, weight, bias, groups, gated)
-    out = _empty_linear(x, weight, bias, groups, gated)
-    rows, out_rows = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
-    if groups > 1:
-        from mha2mla.kernels.skinny_linear.up_projections import launch_w_uv
-
-        launch_w_uv(rows, weight, out_rows, groups)
-    else:
-        from mha2mla.kernels.skinny_linear.streamed import launch_streamed_linear
-
-        launch_streamed_linear(rows, weight, bias, out_rows, gated)
-    return out
-
-
-def _empty_linear(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, gated: bool, *_: object) -> Tensor:
+def _empty_linear(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, gated: bool) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0] // (1 + gated))
 
 
-def _project_w_uk(x: Tensor, k_up: Tensor, compiled: bool) -> Tensor:
-    if not compiled:
-        return (x.unflatten(-2, (len(k_up), -1)) @ k_up).flatten(-3, -2)
-    from mha2mla.kernels.skinny_linear.up_projections import launch_w_uk
-
-    out = x.new_empty(*x.shape[:-1], k_up.shape[2])
-    launch_w_uk(x.flatten(0, -3), k_up, out.view(-1, *out.shape[-2:]))
-    return out
-
-
-_skinny_linear_op = register(
+_skinny_linear_op = register_kernel(
     "skinny_linear(Tensor x, Tensor weight, Tensor? bias, int groups, bool gated, bool compiled) -> Tensor",
-    _skinny_linear,
+    skinny_linear_reference,
     _empty_linear,
+    "mha2mla.kernels.skinny_linear.streamed:launch_skinny_linear",
 )
-_project_w_uk_op = register(
+_project_w_uk_op = register_kernel(
     "project_w_uk(Tensor x, Tensor k_up, bool compiled) -> Tensor",
-    _project_w_uk,
-    lambda x, k_up, *_: x.new_empty(*x.shape[:-1], k_up.shape[2]),
+    lambda x, k_up: (x.unflatten(-2, (len(k_up), -1)) @ k_up).flatten(-3, -2),
+    lambda x, k_up: x.new_empty(*x.shape[:-1], k_up.shape[2]),
+    "mha2mla.kernels.skinny_linear.up_projections:launch_w_uk",
 )

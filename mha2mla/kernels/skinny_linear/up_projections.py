@@ -1,14 +1,14 @@
 """W_UK and W_UV, a weight for each head or group of heads: both of few tokens, and either of any number."""
 
-from functools import cache
 from types import SimpleNamespace
+from typing import Any
 
 import tilelang.language as T
 from torch import Tensor
 
 from mha2mla.kernels.devices import capability, dtype_name, on_device
 from mha2mla.kernels.layouts import aligned, with_dense_rows
-from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, Buffers, Machine, compile_for
+from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, GPU, PASS_CONFIGS, Buffers, compiler
 
 ROWS = 8  # tokens of a block
 COLUMNS = 128  # of a block
@@ -125,9 +125,7 @@ def w_uk_parts(*, heads: int, groups: int, inner: int, outer: int, dtype: str) -
     return SimpleNamespace(alloc=alloc, ask=ask, apply=apply)
 
 
-def make_w_uk(
-    *, heads: int, groups: int, inner: int, outer: int, dtype: str, dependent: bool = True, on_cpu: bool = False
-):
+def make_w_uk(*, heads: int, groups: int, inner: int, outer: int, dtype: str, dependent: bool = True):
     """A TileLang function ``w_uk``, a block for 128 columns of a head and 8 tokens; tokens are a run-time value.
 
     Args:
@@ -136,39 +134,25 @@ def make_w_uk(
         dtype: of all tensors.
         dependent: launch it as a programmatic dependent of the kernel before (sm_90 and newer): it waits for x after it
             asked for its weight, which no kernel writes.
-        on_cpu: compile for TileLang's C target.
 
     The function's arguments: x [tokens, heads, inner] (run-time strides), up [groups, inner, outer] and out
     [tokens, heads, outer] (contiguous).
     """
-    machine = Machine(on_cpu)
-    body = None if on_cpu else w_uk_parts(heads=heads, groups=groups, inner=inner, outer=outer, dtype=dtype)
+    body = w_uk_parts(heads=heads, groups=groups, inner=inner, outer=outer, dtype=dtype)
     tokens = T.dynamic("tokens")
-
-    @T.macro
-    def add_plainly(x, up, out, total):
-        """The product on the C target."""
-        for r, h, c in T.grid(tokens, heads, outer):
-            total[0] = 0.0
-            for k in T.serial(inner):
-                total[0] += x[r, h, k] * up[h // (heads // groups), k, c]
-            out[r, h, c] = total[0]
 
     @T.prim_func
     def w_uk(
-        x: machine.strided("x", [tokens, heads, inner], dtype),
+        x: GPU.strided("x", [tokens, heads, inner], dtype),
         up: T.Tensor([groups, inner, outer], dtype),
         out: T.Tensor([tokens, heads, outer], dtype),
     ):
-        with T.Kernel(1 if on_cpu else w_uk_blocks(tokens, heads, outer), threads=1 if on_cpu else THREADS) as block:
-            if on_cpu:
-                add_plainly(x, up, out, T.alloc_local([1], T.float32))
-            else:
-                m = Buffers(**body.alloc())
-                body.ask(up, m, block)
-                if dependent:
-                    T.pdl_sync()
-                body.apply(x, out, m, block, tokens)
+        with T.Kernel(w_uk_blocks(tokens, heads, outer), threads=THREADS) as block:
+            m = Buffers(**body.alloc())
+            body.ask(up, m, block)
+            if dependent:
+                T.pdl_sync()
+            body.apply(x, out, m, block, tokens)
 
     return w_uk
 
@@ -247,7 +231,7 @@ HEAD_WARPS = 8  # of a block
 STEP = 32  # columns of a step: 16 bytes of a weight row for each of the four threads that share it
 
 
-def make_w_uv(*, columns: int, outputs: int, dtype: str, groups: int, dependent: bool = True, on_cpu: bool = False):
+def make_w_uv(*, columns: int, outputs: int, dtype: str, groups: int, dependent: bool = True):
     """A TileLang function ``w_uv``, a block for 16 rows of a weight, whose warps share the columns; the number of
     rows of x is a run-time value, at most 8.
 
@@ -261,20 +245,17 @@ def make_w_uv(*, columns: int, outputs: int, dtype: str, groups: int, dependent:
         groups: of the weight's rows, one a head, each for its own K columns of x.
         dependent: launch it as a programmatic dependent of the kernel before (sm_90 and newer): it waits for x after
             it asked for its first weights, which no kernel writes.
-        on_cpu: compile for TileLang's C target.
 
     The function's arguments: x [rows, groups K], weight [N, K] and out [rows, N], all contiguous.
     """
     accum = T.float32
-    machine = Machine(on_cpu)
-    count = 1 if on_cpu else HEAD_WARPS
-    steps = columns // STEP
+    count, steps = HEAD_WARPS, columns // STEP
     ahead = 2 * -(-steps // (2 * count))  # steps of a warp, two at a time, whose weights it has under way
-    threads = 1 if on_cpu else HEAD_WARPS * 32
+    threads = HEAD_WARPS * 32
     rows = T.dynamic("rows")
 
     def thread():
-        return 0 if on_cpu else T.get_thread_binding()
+        return T.get_thread_binding()
 
     def step_of(i):
         """A warp's i-th step: two in a row take whole lines of 128 bytes."""
@@ -303,12 +284,6 @@ def make_w_uv(*, columns: int, outputs: int, dtype: str, groups: int, dependent:
                 m.right[v] = x[thread() % 32 // 4, x0 + step * STEP + thread() % 4 * 8 + v]
         multiply_step(m, slot, dtype)
 
-    @T.macro
-    def add_plainly(x, weight, m, step, n0, x0):
-        """A block's step on the C target."""
-        for i, r, k in T.grid(TILE, rows, STEP):
-            m.parts[i * HEAD_ROWS + r] += weight[n0 + i, step * STEP + k] * x[r, x0 + step * STEP + k]
-
     @T.prim_func
     def w_uv(
         x: T.Tensor([rows, groups * columns], dtype),
@@ -316,8 +291,7 @@ def make_w_uv(*, columns: int, outputs: int, dtype: str, groups: int, dependent:
         out: T.Tensor([rows, outputs], dtype),
     ):
         with T.Kernel(outputs // TILE, threads=threads) as block:
-            if not on_cpu:
-                T.annotate_min_blocks_per_sm(2)
+            T.annotate_min_blocks_per_sm(2)
             m = Buffers(
                 first=T.alloc_local([ahead * 8], dtype),
                 other=T.alloc_local([ahead * 8], dtype),
@@ -325,35 +299,29 @@ def make_w_uv(*, columns: int, outputs: int, dtype: str, groups: int, dependent:
                 right=T.alloc_local([8], dtype),
                 sums=T.alloc_local([4], accum),
                 total=T.alloc_local([1], accum),
-                parts=machine.alloc_shared([count * TILE * HEAD_ROWS], accum),
+                parts=T.alloc_shared([count * TILE * HEAD_ROWS], accum),
             )
             n0, x0 = block * TILE, block // (outputs // TILE // groups) * columns
-            if on_cpu:
-                for i in T.serial(TILE * HEAD_ROWS):
-                    m.parts[i] = 0.0
-                for step in T.serial(steps):
-                    add_plainly(x, weight, m, step, n0, x0)
-            else:
-                for s in list(range(ahead)):
-                    if has(s):
-                        fetch(weight, m, s, step_of(s), n0)
-                if dependent:
-                    T.pdl_sync()
-                    T.pdl_trigger()
-                for i in T.unroll(4):
-                    m.sums[i] = 0.0
-                for s in list(range(ahead)):
-                    if has(s):
-                        multiply(x, m, s, step_of(s), x0)
-                # A thread has rows g and g + 8 of the tile, and rows 2 t and 2 t + 1 of x.
-                for i in T.unroll(4):
-                    m.parts[
-                        thread() // 32 * (TILE * HEAD_ROWS)
-                        + (thread() % 32 // 4 + i // 2 * 8) * HEAD_ROWS
-                        + thread() % 4 * 2
-                        + i % 2
-                    ] = m.sums[i]
-                T.sync_threads()
+            for s in list(range(ahead)):
+                if has(s):
+                    fetch(weight, m, s, step_of(s), n0)
+            if dependent:
+                T.pdl_sync()
+                T.pdl_trigger()
+            for i in T.unroll(4):
+                m.sums[i] = 0.0
+            for s in list(range(ahead)):
+                if has(s):
+                    multiply(x, m, s, step_of(s), x0)
+            # A thread has rows g and g + 8 of the tile, and rows 2 t and 2 t + 1 of x.
+            for i in T.unroll(4):
+                m.parts[
+                    thread() // 32 * (TILE * HEAD_ROWS)
+                    + (thread() % 32 // 4 + i // 2 * 8) * HEAD_ROWS
+                    + thread() % 4 * 2
+                    + i % 2
+                ] = m.sums[i]
+            T.sync_threads()
             for j in T.serial(T.ceildiv(TILE * HEAD_ROWS, threads)):
                 at = j * threads + thread()
                 if (at < TILE * HEAD_ROWS) & (at // TILE < rows):
@@ -365,52 +333,35 @@ def make_w_uv(*, columns: int, outputs: int, dtype: str, groups: int, dependent:
     return w_uv
 
 
-@cache
-def compile_w_uk(major_minor: int, **static):
-    """The compiled kernel, for any number of tokens; arguments as ``make_w_uk``'s."""
-    return compile_for(make_w_uk(**static, dependent=major_minor >= 90), major_minor, EXACT_PASS_CONFIGS)
+compile_w_uk = compiler(make_w_uk, EXACT_PASS_CONFIGS)
+compile_w_uv = compiler(make_w_uv, EXACT_PASS_CONFIGS)
+compile_up_projection = compiler(make_up_projection, PASS_CONFIGS)
 
 
-@cache
-def compile_up_projection(major_minor: int, **static):
-    """The compiled kernel, for any number of tokens; arguments as ``make_up_projection``'s."""
-    return compile_for(make_up_projection(**static, dependent=major_minor >= 90), major_minor)
+def _launch(compile_kernel, x: Tensor, *tensors: Tensor, **static: Any) -> None:
+    with on_device(x.device):
+        here = capability(x.device)
+        compile_kernel(here, dtype=dtype_name(x.dtype), dependent=here >= 90, **static)(x, *tensors)
 
 
 def launch_up_projection(x: Tensor, weight: Tensor, out: Tensor, transposed: bool) -> None:
-    """Run the kernel over tokens [N, H, inner]."""
+    """Run the kernel over tokens [..., N, H, inner]."""
+    x, out = x.flatten(0, -3), out.view(-1, *out.shape[-2:])
     tokens, heads, inner = x.shape
-    with on_device(x.device):
-        kernel = compile_up_projection(
-            capability(x.device), heads=heads, groups=len(weight), inner=inner, outer=out.shape[2],
-            dtype=dtype_name(x.dtype), transposed=transposed,
-            rows=FEW_ROWS if tokens * heads <= FEW_ROWS * len(weight) else GROUP_ROWS,
-        )  # fmt: skip
-        kernel(x, weight, out)
+    _launch(
+        compile_up_projection, x, weight, out, heads=heads, groups=len(weight), inner=inner, outer=out.shape[2],
+        transposed=transposed, rows=FEW_ROWS if tokens * heads <= FEW_ROWS * len(weight) else GROUP_ROWS,
+    )  # fmt: skip
 
 
 def launch_w_uk(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """Run the kernel over tokens [N, H, inner]."""
+    """Run the kernel over tokens [..., N, H, inner]."""
+    x, out = with_dense_rows(x.flatten(0, -3)), out.view(-1, *out.shape[-2:])
     _, heads, inner = x.shape
-    with on_device(x.device):
-        kernel = compile_w_uk(
-            capability(x.device), heads=heads, groups=len(weight), inner=inner, outer=out.shape[2],
-            dtype=dtype_name(x.dtype),
-        )  # fmt: skip
-        kernel(with_dense_rows(x), weight, out)
-
-
-@cache
-def compile_w_uv(major_minor: int, **static):
-    """The compiled kernel; arguments as ``make_w_uv``'s."""
-    return compile_for(make_w_uv(**static, dependent=major_minor >= 90), major_minor, EXACT_PASS_CONFIGS)
+    _launch(compile_w_uk, x, weight, out, heads=heads, groups=len(weight), inner=inner, outer=out.shape[2])
 
 
 def launch_w_uv(x: Tensor, weight: Tensor, out: Tensor, groups: int) -> None:
     """Run the kernel over rows [N, groups K]."""
     outputs, columns = weight.shape
-    with on_device(x.device):
-        kernel = compile_w_uv(
-            capability(x.device), outputs=outputs, columns=columns, dtype=dtype_name(x.dtype), groups=groups
-        )
-        kernel(aligned(x), weight, out)
+    _launch(compile_w_uv, aligned(x), weight, out, outputs=outputs, columns=columns, groups=groups)

@@ -1,4 +1,7 @@
-"""Tiles of query rows, limits of devices, and the choice of a kernel: arithmetic only, no TileLang."""
+"""Tiles of query rows, limits of devices, the choice of a kernel, and the format of the decode schedule.
+
+Arithmetic only: no torch, no TileLang.
+"""
 
 from __future__ import annotations
 
@@ -115,23 +118,20 @@ def shared_memory_limit(capability: int) -> int:
     return SHARED_MEMORY.get(capability, 101376)
 
 
-def refusals(shape: Any) -> Iterator[tuple[bool, str]]:
-    """(whether it fits, what is wrong if not) of what every op's kernels ask of a shape: its ``heads``, ``page_size``,
-    ``seqlen_q`` and ``dtype``."""
-    yield shape.dtype in DTYPES, f"dtype is {shape.dtype}; TileLang kernels take {' and '.join(DTYPES)}"
-    yield (
-        shape.heads <= MAX_HEADS,
-        f"num_attention_heads is {shape.heads}; TileLang kernels take at most {MAX_HEADS}",
-    )
-    yield (
-        shape.page_size >= 16 and shape.page_size & (shape.page_size - 1) == 0,
-        f"page_size is {shape.page_size}; TileLang kernels take powers of two from 16",
-    )
-    yield (
-        1 <= shape.seqlen_q <= SEQLENS_Q[-1],
-        f"seqlen_q is {shape.seqlen_q}; decode kernels take 1 to {SEQLENS_Q[-1]} new tokens (longer queries are"
-        " prefill)",
-    )
+def refusals(shape: Any) -> Iterator[tuple[bool, str, str]]:
+    """(whether it fits, the size, and its limit) of what every op's kernels ask of a shape: its ``heads``,
+    ``page_size``, ``seqlen_q`` and ``dtype``."""
+    heads, page, tokens = shape.heads, shape.page_size, shape.seqlen_q
+    yield shape.dtype in DTYPES, f"dtype is {shape.dtype}", f"TileLang kernels take {' and '.join(DTYPES)}"
+    yield heads <= MAX_HEADS, f"num_attention_heads is {heads}", f"TileLang kernels take at most {MAX_HEADS}"
+    yield page >= 16 and page & (page - 1) == 0, f"page_size is {page}", "TileLang kernels take powers of two from 16"
+    limit = f"decode kernels take 1 to {SEQLENS_Q[-1]} new tokens (longer queries are prefill)"
+    yield 1 <= tokens <= SEQLENS_Q[-1], f"seqlen_q is {tokens}", limit
+
+
+def first_refusal(checks: Iterable[tuple[bool, str, str]]) -> str | None:
+    """The first of :func:`refusals` and of an op's own that does not fit, in words, or None."""
+    return next((f"{was}; {limit}" for fits, was, limit in checks if not fits), None)
 
 
 def rank_choices(shape: Any, capability: int, candidates: Iterable[tuple[Any, Any, int]]) -> list[Any]:
@@ -205,3 +205,36 @@ class KernelChoice:
         """CTAs or clusters per tile of query rows that are resident at once on a GPU of ``num_sms`` multiprocessors."""
         apiece = self.tiling.num_tiles * self.cluster_size
         return max(1, min(MAX_SPLITS, num_sms * self.ctas_per_sm // apiece))
+
+
+TILE_TOKENS = 64  # of a tile
+FRAGMENT_TILES = 1  # what starting and ending a sequence costs, in tiles
+MAX_BATCH = 4096  # sequences that the planner's shared memory holds
+FIELDS = 16  # columns of a schedule
+
+
+class Column:
+    """Columns of ``schedule`` [num_ctas + B, FIELDS] int32, which host, device and oracle share; a row is a fragment.
+
+    A cache is read in tiles of ``TILE_TOKENS`` tokens. A fixed number of CTAs each take a contiguous piece of the
+    concatenation of all attended tiles of all sequences. The part of one sequence in one CTA is a *fragment*. A
+    sequence that lies in one fragment is written to the output at once; of a sequence in several fragments each writes
+    a *partial* (output and log-sum-exp) that the combine kernel merges. ``plan_kernel.py`` computes the schedule on the
+    device; ``reference.plan_fragments`` is its oracle.
+
+    Row i < num_ctas is the first fragment of CTA i; rows that nothing points at are unspecified.
+    """
+
+    SEQUENCE = 0
+    FIRST = 1  # first tile, counted among the attended tiles of the sequence
+    TILES = 2  # number of tiles, > 0
+    SLOT = 3  # place of its partial, partial[slot // 2, slot % 2]; -1: the fragment is the whole sequence
+    NEXT = 4  # first fragments only: row of fragment f > 0 of this CTA is NEXT + f
+    COUNT = 5  # first fragments only: fragments of this CTA; 0: the CTA is idle, the rest of the row unspecified
+    START = 6  # first token that is not padding
+    STOP = 7  # tokens cached
+    LOW = 8  # first token of the sliding window of the first query; START without a window
+    SINK_STOP = 9  # tokens START ... SINK_STOP - 1 are sinks that lie before LOW
+    TILE0 = 10  # tile (token // TILE_TOKENS) of attended tile 0
+    SINK_TILES = 11  # attended tiles 0 ... SINK_TILES - 1 follow TILE0, the others WINDOW_TILE
+    WINDOW_TILE = 12

@@ -4,11 +4,9 @@ A cluster of blocks has a head. Each merges 128 columns of all rows and multipli
 add up in each other's shared memory. Nothing that is merged is written, and no kernel ends and begins in between.
 """
 
-from functools import cache
-
 import tilelang.language as T
 
-from mha2mla.kernels.machine import SMALL_PASS_CONFIGS, Buffers, compile_for
+from mha2mla.kernels.machine import SMALL_PASS_CONFIGS, Buffers, compiler
 from mha2mla.kernels.skinny_linear.up_projections import multiply_step
 from mha2mla.kernels.split_kv.choice import MERGED_ROWS as ROWS
 from mha2mla.kernels.split_kv.device import LOG2E, MASKED
@@ -33,13 +31,6 @@ static __device__ __forceinline__ void put_pair(float first, float second, const
   asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" :: "r"(to), "f"(first), "f"(second) : "memory");
 }
 """
-
-
-@cache
-def compile_combine_w_uv(heads: int, maps: int, width: int, outputs: int, dtype: str):
-    """The compiled kernel; arguments as :func:`make_combine_w_uv`'s."""
-    function = make_combine_w_uv(heads=heads, maps=maps, width=width, outputs=outputs, dtype=dtype)
-    return compile_for(function, 90, SMALL_PASS_CONFIGS)
 
 
 def make_combine_w_uv(*, heads: int, maps: int, width: int, outputs: int, dtype: str):
@@ -268,3 +259,6 @@ def make_combine_w_uv(*, heads: int, maps: int, width: int, outputs: int, dtype:
                     out[r // seqlen_q, r % seqlen_q, h, (w * cluster + rank) * 16 + o] = T.cast(m.weight[0], dtype)
 
     return combine_w_uv
+
+
+compile_combine_w_uv = compiler(make_combine_w_uv, SMALL_PASS_CONFIGS)

@@ -10,9 +10,8 @@ from typing import Any
 import tilelang.language as T
 from tilelang import tvm
 
-from mha2mla.kernels.machine import GPU, Machine
-from mha2mla.kernels.split_kv.choice import RowTiling
-from mha2mla.kernels.split_kv.schedule import FIELDS, TILE_TOKENS, Column
+from mha2mla.kernels.machine import GPU, WARPGROUP, Machine
+from mha2mla.kernels.split_kv.choice import FIELDS, TILE_TOKENS, Column, RowTiling
 
 # Far below any real score in float32, and finite: differences of it are not NaN. Subtract before scaling: contracted
 # to a fused multiply-add, ``m * scale - m * scale`` is the rounding error of 1e30, and its exponential infinite.
@@ -22,31 +21,19 @@ LN2 = 0.6931471805599453
 
 
 class Types:
-    """Types of a decode kernel's tensors, over run-time sizes and strides of its own.
+    """Types of a decode kernel's arguments, over run-time sizes and strides of its own.
 
     Args:
         heads, width: H and the elements of an output row.
         page_size: tokens per page.
         dtype: of queries, caches and output.
         machine: target of the kernel.
-
-    Attributes: ``block_table`` [B,max_pages], ``schedule`` [num_ctas+B,FIELDS] (int32, of ``Column``), the outputs
-    ``partial_out`` [num_ctas,2,S_q,H,width] and ``partial_lse`` [num_ctas,2,S_q,H] (float32) for sequences in several
-    fragments, ``out`` [B,S_q,H,width] and ``lse`` [B,H,S_q] (float32) for those in one. All lse are natural logs, -inf
-    where a row sees none of the tokens; rows that nothing points at are left as they were. After the tensors a kernel
-    takes softmax_scale, causal (0 or 1), window (2**30: none) and sinks.
     """
 
     def __init__(self, heads: int, width: int, page_size: int, dtype: str, machine: Machine = GPU):
-        self.heads, self.page_size, self.dtype, self.machine = heads, page_size, dtype, machine
+        self.heads, self.width, self.page_size, self.dtype, self.machine = heads, width, page_size, dtype, machine
         self.batch, self.seqlen_q = T.dynamic("batch"), T.dynamic("seqlen_q")
         self.num_pages, self.num_ctas = T.dynamic("num_pages"), T.dynamic("num_ctas")
-        self.block_table = T.Tensor([self.batch, T.dynamic("max_pages")], T.int32)
-        self.schedule = T.Tensor([T.dynamic("fragments"), FIELDS], T.int32)
-        self.partial_out = T.Tensor([self.num_ctas, 2, self.seqlen_q, heads, width], T.float32)
-        self.partial_lse = T.Tensor([self.num_ctas, 2, self.seqlen_q, heads], T.float32)
-        self.out = self.rows("o", width)
-        self.lse = T.Tensor([self.batch, heads, self.seqlen_q], T.float32)
 
     def rows(self, name: str, width: int):
         """[B,S_q,H,width] with run-time strides."""
@@ -56,21 +43,56 @@ class Types:
         """[P,page,*row] with run-time strides."""
         return self.machine.strided(name, [self.num_pages, self.page_size, *row], dtype or self.dtype)
 
+    def arguments(self, data: dict[str, Any], **numbers: Any) -> dict[str, Any]:
+        """The type of every argument by name, in order; ``data`` is the op's own tensors, ``numbers`` its own numbers.
 
-@dataclass(frozen=True)
-class Call:
-    """Run-time arguments that all decode kernels have, as :class:`Types` describes them."""
+        Between them lie block_table [B,max_pages], schedule [num_ctas+B,FIELDS] (int32, of ``Column``), the outputs
+        partial_out [num_ctas,2,S_q,H,width] and partial_lse [num_ctas,2,S_q,H] (float32) for sequences in several
+        fragments, out [B,S_q,H,width] and lse [B,H,S_q] (float32) for those in one; softmax_scale, causal (0 or 1),
+        window (2**30: none) and sinks. All lse are natural logs, -inf where a row sees none of the tokens; rows that
+        nothing points at are left as they were.
+        """
+        partial = [self.num_ctas, 2, self.seqlen_q, self.heads]
+        return data | {
+            "block_table": T.Tensor([self.batch, T.dynamic("max_pages")], T.int32),
+            "schedule": T.Tensor([T.dynamic("fragments"), FIELDS], T.int32),
+            "partial_out": T.Tensor([*partial, self.width], T.float32),
+            "partial_lse": T.Tensor(partial, T.float32),
+            "out": self.rows("o", self.width),
+            "lse": T.Tensor([self.batch, self.heads, self.seqlen_q], T.float32),
+            "softmax_scale": T.float32(),
+            **{name: T.int32() for name in ("causal", "window", "sinks")},
+            **numbers,
+        }
 
-    block_table: Any
-    schedule: Any
-    partial_out: Any
-    partial_lse: Any
-    out: Any
-    lse: Any
-    softmax_scale: Any
-    causal: Any
-    window: Any
-    sinks: Any
+
+@T.macro
+def run_roles(thread, roles):
+    """``roles``: each a thread number, a macro and its arguments, for threads below that number that no role before it
+    has; None: for all others."""
+    last, role = roles[0][:2]
+    if last is None:
+        role(*roles[0][2:])
+    elif len(roles) == 1:
+        if thread < last:
+            role(*roles[0][2:])
+    elif thread < last:
+        role(*roles[0][2:])
+    else:
+        run_roles(thread, roles[1:])
+
+
+def consumers(warpgroups: int, consume, k, *given) -> list[tuple]:
+    """The roles of warpgroups that compute: ``consume(k, number, *given)``."""
+    return [((w + 1) * WARPGROUP, consume, k, w, *given) for w in range(warpgroups)]
+
+
+@T.macro
+def run_loaders(registers, thread, first, loaders):
+    """A warp for each of ``loaders`` from thread ``first`` on: a macro and its arguments, then thread and its first."""
+    T.set_max_nreg(registers, 0)
+    last = [first + 32, first + 64, first + 96, None]  # a warpgroup has four
+    run_roles(thread, [(last[u], *loaders[u], thread, first + 32 * u) for u in range(len(loaders))])
 
 
 @dataclass(frozen=True)
@@ -100,11 +122,7 @@ class Tile:
 
     def query(self, work, row):
         """Index of a row's query, clamped: beside a guard alone TileLang's bounds check fails to lower some widths."""
-        return (
-            work.sequence,
-            T.min(self.token(row), self.seqlen_q - 1),
-            T.min(self.head(row), self.heads - 1),
-        )
+        return (work.sequence, T.min(self.token(row), self.seqlen_q - 1), T.min(self.head(row), self.heads - 1))
 
 
 def tile_origin(tiling: RowTiling, tile, heads: int, qk_rope_head_dim: int):
@@ -311,7 +329,7 @@ def stream(work, source, lefts, rings, full, free, thread, leader):
 
 
 @T.macro
-def stream_queries(work, tile, q_latent, q_tile, full, free, thread, leader, left=0):
+def stream_queries(work, tile, q_latent, q_tile, full, free, left, thread, leader):
     """One warp: the queries of every fragment of this CTA, one after another into ``q_tile``, as many columns of them
     from ``left`` on as it has."""
     columns = int(q_tile.shape[1])

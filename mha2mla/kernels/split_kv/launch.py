@@ -137,7 +137,10 @@ class Launch:
                 self.combine(self.splits, self.partial_out, self.partial_lse, out, lse)
             else:
                 up, values = through
-                combine = compile_combine_w_uv(out.shape[2], *up.shape[::2], up.shape[1], dtype_name(out.dtype))
+                maps, outputs, width = up.shape
+                combine = compile_combine_w_uv(
+                    90, heads=out.shape[2], maps=maps, width=width, outputs=outputs, dtype=dtype_name(out.dtype)
+                )
                 combine(self.splits, self.partial_out, self.partial_lse, out, up, values)
         return out, lse
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernels.devices import in_plain_eager_mode, register
-from mha2mla.kernels.split_kv.choice import MAX_SPLITS
-from mha2mla.kernels.split_kv.schedule import FIELDS, MAX_BATCH
+from mha2mla.kernels.split_kv.choice import FIELDS, MAX_BATCH, MAX_SPLITS
 
 MOST_LAUNCHES = 64  # that a plan remembers: a model's layers are a few kinds of calls
 MAX_BLOCKS = 65535  # of CTAs in the dimension of a grid that counts them
@@ -159,11 +158,7 @@ def spans_of(cache_seqlens: Tensor, cache_starts: Tensor | None, capacity: int) 
 
 
 def check_spans(
-    schedule: Tensor | None,
-    splits: Tensor | None,
-    cache_seqlens: Tensor,
-    cache_starts: Tensor | None,
-    capacity: int,
+    schedule: Tensor | None, splits: Tensor | None, cache_seqlens: Tensor, cache_starts: Tensor | None, capacity: int
 ) -> None:
     """Checks the lengths of a plan for the reference, since a kernel attends over the plan's lengths and not over
     the call's: that they are the same. On the CPU; on other devices, where nobody waits, by an assertion there.

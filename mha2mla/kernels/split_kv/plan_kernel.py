@@ -8,7 +8,7 @@ from torch import Tensor
 from mha2mla.kernels.devices import capability as capability_of
 from mha2mla.kernels.devices import on_device
 from mha2mla.kernels.machine import SMALL_PASS_CONFIGS, compile_for
-from mha2mla.kernels.split_kv.schedule import FIELDS, FRAGMENT_TILES, MAX_BATCH, TILE_TOKENS, Column
+from mha2mla.kernels.split_kv.choice import FIELDS, FRAGMENT_TILES, MAX_BATCH, TILE_TOKENS, Column
 
 PIECES = 8  # sizes of the aligned way of cutting that are tried at once
 
@@ -21,7 +21,7 @@ def make_plan(*, threads: int = 256, on_cpu: bool = False):
         on_cpu: compile for TileLang's C target.
 
     The function's arguments: cache_seqlens [B], cache_starts [B] (int32), the outputs schedule [num_ctas+B,FIELDS] and
-    splits [B,2] (``schedule.py``), num_ctas, capacity (tokens a page table holds), seqlen_q, causal and use_starts (0
+    splits [B,2] (``Column``), num_ctas, capacity (tokens a page table holds), seqlen_q, causal and use_starts (0
     or 1), window (negative: none), sinks and num_splits (0: what balances best).
     """
     batch, fragments = T.dynamic("batch"), T.dynamic("fragments")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernels.layouts import accumulator
-from mha2mla.kernels.split_kv.schedule import FRAGMENT_TILES, TILE_TOKENS, Column
+from mha2mla.kernels.split_kv.choice import FRAGMENT_TILES, TILE_TOKENS, Column
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mha2mla.kernels import attention_combine, mla_decode
-from mha2mla.kernels.attention_combine.api import attention_combine_reference
+from mha2mla.kernels.attention_combine import attention_combine_reference
 from tests.few import few
 from tests.kernels.compiled import for_cpu, gate
 from tests.kernels.problems import Problem
@@ -139,7 +139,7 @@ def test_opcheck():
 @cache
 def compiled_for_cpu(v_head_dim):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.attention_combine.kernel import make_attention_combine
+    from mha2mla.kernels.split_kv.combine import make_attention_combine
 
     return for_cpu(make_attention_combine(v_head_dim=v_head_dim, partial_dtype="float32", dtype="float32", on_cpu=True))
 
@@ -159,8 +159,8 @@ def test_kernel_on_the_cpu_target(shape, splits):
 @few("width", [576, 80, 512], count=1)
 def test_kernel_compiles_for_hopper(width):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.attention_combine.kernel import make_attention_combine
     from mha2mla.kernels.machine import SMALL_PASS_CONFIGS
+    from mha2mla.kernels.split_kv.combine import make_attention_combine
 
     function = make_attention_combine(v_head_dim=width, partial_dtype="float32", dtype="bfloat16")
     assert gate(function, SMALL_PASS_CONFIGS, limit=1024).registers <= 64

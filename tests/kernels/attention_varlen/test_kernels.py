@@ -160,7 +160,7 @@ def test_kernels_fit_a_hopper(shape):
 @few("shape", [GATED[5], GATED[6]], count=1, ids=lambda s: f"{s.widths}-{s.v_head_dim}")
 def test_kernels_fit_before_hopper(shape):
     rows, keys = portable_tiling(shape)
-    gate(make_tiled(shape, block_rows=rows, block_keys=keys), SMALL_PASS_CONFIGS, "sm_80", 101376)
+    gate(make_tiled(shape, block_rows=rows, block_keys=keys), SMALL_PASS_CONFIGS, 80, 101376)
 
 
 LONG = (*MIXED, (700, 700), (300, 1000), (257, 129), (1, 900), (128, 128), (384, 256))

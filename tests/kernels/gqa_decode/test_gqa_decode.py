@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+import re
 
 import pytest
 import torch
 
 from mha2mla.kernels import explain_gqa_decode, gqa_decode, mla_decode
+from mha2mla.kernels.gqa_decode.selection import GQAShape, select_kernel
+from mha2mla.kernels.split_kv.choice import MAX_SPLITS, SEQLENS_Q, SHARED_MEMORY, shared_memory_limit, tile_rows
 from mha2mla.testing.numeric_check import errors
 from mha2mla.testing.problems import GQAProblem
 from tests.kernels.problems import assert_right, torch_at
@@ -110,8 +114,7 @@ def test_schema_and_fake_do_not_drift():
     torch.library.opcheck(torch.ops.mha2mla.gqa_decode.default, (*tensors, 0.3, True, None))
     out, lse = torch.empty(3, 2, 6, 16), torch.empty(3, 6, 2)
     torch.library.opcheck(
-        torch.ops.mha2mla.gqa_decode_out.default,
-        (*tensors, 0.3, True, None, -1, 0, None, None, None, None, out, lse),
+        torch.ops.mha2mla.gqa_decode_out.default, (*tensors, 0.3, True, None, -1, 0, None, None, None, None, out, lse)
     )
 
 
@@ -143,3 +146,39 @@ def test_it_breaks_no_compiled_graph():
 def test_refusals_have_reasons(change, why):
     shape = {"heads": 6, "num_kv_heads": 3, "qk_head_dim": 64, "v_head_dim": 64, "page_size": 64, "seqlen_q": 1}
     assert why in explain_gqa_decode(**(shape | {"dtype": torch.bfloat16, "device": "cpu"} | change))
+
+
+def test_every_shape_of_the_contract_is_served():
+    draw = random.Random(0)
+    for _ in range(400):
+        heads = draw.choice([1, 7, 9, 14, 28, 32, 63, 126, 128, draw.randint(1, 128)])
+        groups = draw.choice([g for g in range(1, heads + 1) if heads % g == 0])
+        widths = [8 * draw.randint(1, 32) for _ in range(2)]
+        shape = GQAShape(heads, groups, *widths, draw.choice([16, 64, 256]), draw.choice(SEQLENS_Q), "bfloat16")
+        for capability in SHARED_MEMORY:
+            choice = select_kernel(shape, capability)
+            assert choice.kernel == ("streamed" if capability == 90 else "portable")
+            used = int(re.search(r"(\d+) bytes of shared memory", choice.reason).group(1))
+            assert used <= shared_memory_limit(capability)
+            assert 1 <= choice.num_ctas(132) <= MAX_SPLITS
+
+
+def test_packed_tiles_hold_every_row_once():
+    for heads, groups, seqlen_q, max_rows in [
+        (7, 1, 8, 64),
+        (9, 3, 2, 8),
+        (128, 1, 8, 16),
+        (32, 32, 4, 32),
+        (63, 1, 1, 64),
+    ]:
+        tiling = tile_rows(heads, groups, seqlen_q, max_rows, 1, packed=True)
+        assert tiling.groups_per_tile == 1 and tiling.rows <= max_rows and tiling.rows >= 8
+        assert tiling.head_rows >= tiling.heads_per_tile and tiling.head_rows & (tiling.head_rows - 1) == 0
+        rows = {
+            (tiling.token(row), tiling.head(row))
+            for row in range(tiling.rows)
+            if tiling.head(row) < tiling.heads_per_tile and tiling.token(row) < tiling.tokens_per_tile
+        }
+        assert len(rows) == tiling.heads_per_tile * tiling.tokens_per_tile
+        per_group = tiling.tiles_per_group * tiling.heads_per_tile
+        assert per_group >= heads // groups and tiling.token_tiles * tiling.tokens_per_tile >= seqlen_q

@@ -1,8 +1,7 @@
-"""Kernels chosen for a cache of the latent alone, and each compiled for GPUs that are not here."""
+"""Kernels chosen for a cache of the latent alone."""
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from itertools import product
 
@@ -15,15 +14,13 @@ from mha2mla.kernels.mla_decode.api import FP8 as STORED_FP8
 from mha2mla.kernels.mla_decode.api import LATENT, LATENT_FP8, MLA
 from mha2mla.kernels.mla_decode.selection import (
     DecodeShape,
-    KernelChoice,
     key_blocks,
     list_kernels,
     refusal,
     select_kernel,
 )
-from mha2mla.kernels.split_kv.choice import SEQLENS_Q, shared_memory_limit
+from mha2mla.kernels.split_kv.choice import SEQLENS_Q
 from mha2mla.kernels.split_kv.op import PagedOp
-from tests.few import few
 
 select, listed = partial(select_kernel, has_rope_cache=False), partial(list_kernels, has_rope_cache=False)
 refuse = partial(refusal, has_rope_cache=False)
@@ -135,59 +132,6 @@ def test_registers_of_e4m3_choices_fit_a_multiprocessor():
         assert 128 * held * choice.ctas_per_sm <= 65536, choice.reason
         launched = 65536 // (choice.ctas_per_sm * choice.threads) // 8 * 8
         assert streaming <= launched <= min(computing, making), choice.reason
-
-
-GATED = [
-    (90, shape(32, 512, 64)),
-    (90, shape(16, 192, 64)),  # two CTAs on a multiprocessor
-    (90, shape(16, 72, 32)),
-    (90, shape(9, 192, 96, dtype="float16")),  # two warpgroups make keys
-    (90, shape(64, 256, 64, 16, 2)),
-    (90, shape(32, 1024, 32)),  # halves of the columns
-    (90, shape(32, 512, 128)),
-    (90, shape(9, 640, 96, 16, 2, "float16")),  # pieces of 64 columns
-    (90, shape(32, 1024, 128)),  # W_KR streamed through shared memory
-    (80, shape(32, 512, 64)),
-    (80, shape(32, 1024, 64)),
-    (89, shape(16, 192, 96)),
-]
-
-
-def name(value) -> str:
-    return (
-        str(value)
-        if not isinstance(value, DecodeShape)
-        else (f"H{value.heads}-c{value.kv_lora_rank}-r{value.qk_rope_head_dim}-p{value.page_size}-q{value.seqlen_q}")
-    )
-
-
-@few("shape", FP8, count=1, ids=name)
-def test_e4m3_compiles_without_spills(shape):
-    gate(LATENT_FP8, shape, select(shape, 90, codes=True), 90)
-
-
-@few("capability, shape", GATED, count=1, ids=name)
-def test_compiles_without_spills(capability, shape):
-    gate(LATENT, shape, select(shape, capability), capability)
-
-
-def gate(op: PagedOp, shape: DecodeShape, choice: KernelChoice, capability: int) -> None:
-    """Compiles a choice and reads what the compiler says of it."""
-    pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.machine import PASS_CONFIGS
-    from mha2mla.testing.compile_gate import compile_only, find_tool
-
-    if find_tool("nvcc") is None:
-        pytest.skip("nvcc is neither on PATH nor installed by pip")
-    arch = "sm_90a" if capability == 90 else f"sm_{capability}"
-    (report,) = compile_only(op.make_split(shape, choice), arch, PASS_CONFIGS)
-    assert report.complaints(shared_memory_limit(capability)) == [], choice.reason
-    promised = int(re.search(r"(\d+) bytes of shared memory", choice.reason).group(1))
-    assert promised - 4096 <= report.shared_bytes <= promised, choice.reason
-    if choice.kernel != "latent_portable":
-        assert report.registers * choice.threads * choice.ctas_per_sm <= 65536, choice.reason
-        if report.instructions is not None:
-            assert report.instructions.get("HGMMA", 0) and report.instructions.get("UTMALDG", 0), report.instructions
 
 
 @pytest.mark.parametrize(("latent", "stored"), [(LATENT, MLA), (LATENT_FP8, STORED_FP8)], ids=["bfloat16", "e4m3"])

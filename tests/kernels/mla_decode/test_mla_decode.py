@@ -18,8 +18,15 @@ from mha2mla.kernels import explain_mla_decode, mla_decode, plan_mla_decode
 from mha2mla.kernels.mla_decode.api import MLA
 from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels, select_kernel
 from mha2mla.kernels.split_kv import op
-from mha2mla.kernels.split_kv.choice import MAX_SPLITS, SEQLENS_Q, SHARED_MEMORY, shared_memory_limit, tile_rows
-from mha2mla.kernels.split_kv.schedule import FIELDS, MAX_BATCH
+from mha2mla.kernels.split_kv.choice import (
+    FIELDS,
+    MAX_BATCH,
+    MAX_SPLITS,
+    SEQLENS_Q,
+    SHARED_MEMORY,
+    shared_memory_limit,
+    tile_rows,
+)
 from mha2mla.testing.numeric_check import errors
 from mha2mla.testing.problems import Problem
 from tests.kernels.problems import assert_right, torch_at

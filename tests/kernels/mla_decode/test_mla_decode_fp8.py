@@ -1,4 +1,4 @@
-"""The fp8 latent cache on any machine: its number format, the op over it, the kernel's operand maps and its gate."""
+"""The fp8 latent cache on any machine: its number format, the op over it and the kernel's operand maps."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import torch
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import dequantize_latent, explain_mla_decode, mla_decode, quantize_latent
 from mha2mla.kernels.mla_decode.quantization import CODES, SMALLEST_SCALE
-from mha2mla.kernels.mla_decode.selection import DecodeShape, column_of_code, select_kernel
+from mha2mla.kernels.mla_decode.selection import column_of_code
 from mha2mla.testing.problems import Problem, exact
-from tests.few import few
-from tests.kernels.compiled import gate
 from tests.kernels.problems import CodesProblem, torch_at
 
 
@@ -151,28 +149,3 @@ def test_register_operand_of_the_output_is_the_transposed_block():
             operand[row, column] = value
     column_of_row = [2 * (r % 8) + r // 8 for r in range(16)]
     assert torch.equal(operand, codes.T[column_of_row])
-
-
-GATED = [
-    DecodeShape(32, 1, 512, 64, 64, 1, "bfloat16"),
-    DecodeShape(32, 8, 512, 16, 16, 1, "bfloat16"),
-    DecodeShape(9, 3, 80, 24, 64, 1, "float16"),
-]
-
-
-@few("shape", GATED, count=1, ids=lambda s: f"H{s.heads}-G{s.num_rope_heads}-c{s.kv_lora_rank}-p{s.page_size}")
-def test_kernels_fit_a_hopper(shape):
-    pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.machine import SMALL_PASS_CONFIGS
-    from mha2mla.kernels.mla_decode.fp8 import make_fp8
-    from mha2mla.kernels.mla_decode.selection import fp8_shared_memory
-
-    choice = select_kernel(shape, 90, codes=True)
-    report = gate(make_fp8(shape, choice), SMALL_PASS_CONFIGS)
-    promised = fp8_shared_memory(
-        choice.tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, shape.page_size, choice.num_stages
-    )
-    assert promised - 1024 <= report.shared_bytes <= promised, choice.reason
-    assert report.registers * 384 <= 65536
-    if report.instructions is not None:
-        assert report.instructions.get("HGMMA", 0) and report.instructions.get("UTMALDG", 0), report.instructions

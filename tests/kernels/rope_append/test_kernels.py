@@ -12,7 +12,7 @@ pytest.importorskip("tilelang", reason="TileLang is not installed")
 
 from mha2mla.kernels import append_w_uk, mla_append
 from mha2mla.kernels.machine import EXACT_PASS_CONFIGS
-from mha2mla.kernels.rope_append.kernel import make_append_w_uk, make_rope_append
+from mha2mla.kernels.rope_append.kernel import AppendShape, make_append_w_uk, make_rope_append
 from mha2mla.kernels.skinny_linear.api import project_w_uk
 from tests.few import few
 from tests.kernels.compiled import for_cpu, gate
@@ -21,14 +21,7 @@ from tests.kernels.rope_append.problems import PAGE, PAGES, SHAPES, WITHOUT_KEYS
 
 @cache
 def compiled_for_cpu(shape, interleaved, vector):
-    return for_cpu(
-        make_rope_append(**static(shape), dtype="float32", interleaved=interleaved, vector=vector, on_cpu=True)
-    )
-
-
-def static(shape):
-    names = ("heads", "num_rope_heads", "row_width", "qk_rope_head_dim", "num_tables")
-    return dict(zip(names, shape, strict=True)) | {"page_size": PAGE}
+    return for_cpu(make_rope_append(AppendShape(*shape, PAGE, "float32", interleaved, vector), on_cpu=True))
 
 
 @few(
@@ -60,10 +53,8 @@ def test_kernel_on_the_cpu_target(shape, interleaved, vector):
 )
 def test_kernel_compiles_for_hopper(shape, interleaved):
     alone = shape[4] == 32  # as launched with a table a head
-    function = make_rope_append(
-        **static(shape), dtype="bfloat16", interleaved=interleaved, vector=8, block_tokens=1 if alone else 4,
-        dependent=alone,
-    )  # fmt: skip
+    shape = AppendShape(*shape, PAGE, "bfloat16", interleaved, vector=8)
+    function = make_rope_append(shape, block_tokens=1 if alone else 4, dependent=alone)
     gate(function, EXACT_PASS_CONFIGS, limit=48 * 1024)
 
 
@@ -111,7 +102,8 @@ def test_append_w_uk_writes_nothing_without_a_kernel():
 
 @few("shape, inner, kv_heads", WITH_W_UK, count=1)
 def test_append_w_uk_compiles_for_hopper(shape, inner, kv_heads):
-    function = make_append_w_uk(**static(shape), kv_heads=kv_heads, inner=inner, dtype="bfloat16", vector=8)
+    shape = AppendShape(*shape, PAGE, "bfloat16", vector=8)
+    function = make_append_w_uk(shape, kv_heads=kv_heads, inner=inner)
     assert gate(function, EXACT_PASS_CONFIGS).spill_bytes == 0
 
 

@@ -58,11 +58,7 @@ OP = PagedOp(
 
 def inputs(dtype: torch.dtype = torch.float32) -> dict:
     return {
-        "data": (
-            torch.randn(1, 2, 4, 8, dtype=dtype),
-            torch.randn(3, 16, 2, 8, dtype=dtype),
-            torch.full((3, 16), 2.0),
-        ),
+        "data": (torch.randn(1, 2, 4, 8, dtype=dtype), torch.randn(3, 16, 2, 8, dtype=dtype), torch.full((3, 16), 2.0)),
         "block_table": torch.tensor([[2, 0]], dtype=torch.int32),
         "cache_seqlens": torch.tensor([20], dtype=torch.int32),
     }

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mha2mla.kernels.split_kv.choice import FIELDS, FRAGMENT_TILES, TILE_TOKENS, Column
 from mha2mla.kernels.split_kv.reference import attended_span, plan_fragments, splits_of, write_schedule
-from mha2mla.kernels.split_kv.schedule import FIELDS, FRAGMENT_TILES, TILE_TOKENS, Column
 from tests.kernels.problems import random_schedule_call, same_schedule
 
 CALLS = {

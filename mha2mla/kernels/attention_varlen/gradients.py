@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernels.devices import dtype_name, on_device
-from mha2mla.kernels.machine import BY_ROW, GPU, SPECIALISED_PASS_CONFIGS, WARPGROUP, Machine, compile_for
+from mha2mla.kernels.machine import (
+    BY_ROW,
+    GPU,
+    SPECIALISED_PASS_CONFIGS,
+    WARPGROUP,
+    Machine,
+    compile_for,
+    make_function,
+)
 from mha2mla.kernels.split_kv.choice import HOPPER
 from mha2mla.kernels.split_kv.device import LOG2E
 
@@ -42,16 +50,19 @@ class GradientShape:
         return 64 if sum(self.widths) <= 192 else 32
 
 
-class GradientTypes:
-    """Types of the tensors: q, k, dq and dk [T,H,d_qk], v, d_out and dv [T,H,d_v], lse and delta [H,T] float32, where
-    T is windows * length. An object each: it is what the compiled function knows an argument by."""
-
-    def __init__(self, shape: GradientShape):
-        self.tokens = T.dynamic("tokens")
-        key, value = ([self.tokens, shape.heads, width] for width in shape.widths)
-        self.q, self.k, self.dq, self.dk = (T.Tensor(key, shape.dtype) for _ in range(4))
-        self.v, self.d_out, self.dv = (T.Tensor(value, shape.dtype) for _ in range(3))
-        self.lse, self.delta = (T.Tensor([shape.heads, self.tokens], T.float32) for _ in range(2))
+def make_gradients(name: str, shape: GradientShape, outputs: dict[str, int], body):
+    """The TileLang function of a body: q, k [T,H,d_qk], v, d_out [T,H,d_v], lse and delta [H,T] float32, where T is
+    windows * length; ``outputs`` by name, each with its width; softmax_scale and length."""
+    tokens, (d, d_v) = T.dynamic("tokens"), shape.widths
+    tensors = {"q": d, "k": d, "v": d_v, "d_out": d_v, "lse": None, "delta": None} | outputs
+    arguments = {
+        # An object each: it is what the compiled function knows an argument by.
+        each: T.Tensor([tokens, shape.heads, width], shape.dtype)
+        if width
+        else T.Tensor([shape.heads, tokens], "float32")
+        for each, width in tensors.items()
+    }
+    return make_function(name, arguments | {"softmax_scale": T.float32(), "length": T.int32()}, body)
 
 
 def walk(machine: Machine, start, stop):
@@ -112,17 +123,14 @@ def store(machine, tile, target, first, head):
 
 def make_key_gradients(shape: GradientShape, *, rows: int = ROWS, machine: Machine = GPU):
     """A TileLang function ``key_gradients`` for one static shape; ``length`` is a multiple of ``rows``."""
-    (d, d_v), types, block = shape.widths, GradientTypes(shape), min(shape.block(), rows)
+    (d, d_v), block = shape.widths, min(shape.block(), rows)
 
-    @T.prim_func
-    def key_gradients(
-        q: types.q, k: types.k, v: types.v, d_out: types.d_out, lse: types.lse, delta: types.delta,
-        dk: types.dk, dv: types.dv, softmax_scale: T.float32, length: T.int32,
-    ):  # fmt: skip
+    @T.macro
+    def body(call):
         with T.Kernel(
-            T.truncdiv(length, rows),
+            T.truncdiv(call.length, rows),
             shape.heads,
-            T.truncdiv(types.tokens, length),
+            T.truncdiv(call.q.shape[0], call.length),
             threads=1 if machine.on_cpu else rows // 64 * WARPGROUP,
         ) as (x, h, window):
             if not machine.on_cpu:  # addresses of wide tiles need more than 24; 384 threads have 168 each together
@@ -142,46 +150,43 @@ def make_key_gradients(shape: GradientShape, *, rows: int = ROWS, machine: Machi
             dk_sum = machine.alloc_fragment([rows, d], T.float32)
             dv_sum = machine.alloc_fragment([rows, d_v], T.float32)
             # The first keys have the most queries: heads one after another, of each the longest walk first.
-            key0, first = x * rows, window * length
-            load(machine, k, first + key0, h, k_tile)
-            load(machine, v, first + key0, h, v_tile)
+            key0, first = x * rows, window * call.length
+            load(machine, call.k, first + key0, h, k_tile)
+            load(machine, call.v, first + key0, h, v_tile)
             T.fill(dk_sum, 0)
             T.fill(dv_sum, 0)
-            for m in walk(machine, key0 // block, length // block):
-                load(machine, q, first + m * block, h, q_tile)
-                load(machine, d_out, first + m * block, h, d_out_tile)
-                load_rows(machine, lse, first + m * block, h, lse_tile)
-                load_rows(machine, delta, first + m * block, h, delta_tile)
+            for m in walk(machine, key0 // block, call.length // block):
+                load(machine, call.q, first + m * block, h, q_tile)
+                load(machine, call.d_out, first + m * block, h, d_out_tile)
+                load_rows(machine, call.lse, first + m * block, h, lse_tile)
+                load_rows(machine, call.delta, first + m * block, h, delta_tile)
                 find_weights(
                     machine, s, ds, (k_tile, v_tile), (q_tile, d_out_tile),
-                    lambda i, j, m=m: key0 + i <= m * block + j, lambda i, j: lse_tile[j], softmax_scale,
+                    lambda i, j, m=m: key0 + i <= m * block + j, lambda i, j: lse_tile[j], call.softmax_scale,
                 )  # fmt: skip
                 T.copy(s, p)
                 T.gemm(p, d_out_tile, dv_sum, policy=BY_ROW)
                 find_score_gradient(machine, s, ds, lambda i, j: delta_tile[j])
                 T.copy(ds, narrow)
                 T.gemm(narrow, q_tile, dk_sum, policy=BY_ROW)
-            store(machine, dv_sum, dv, first + key0, h)
+            store(machine, dv_sum, call.dv, first + key0, h)
             for i, c in machine.parallel(rows, d):
-                dk_sum[i, c] *= softmax_scale
-            store(machine, dk_sum, dk, first + key0, h)
+                dk_sum[i, c] *= call.softmax_scale
+            store(machine, dk_sum, call.dk, first + key0, h)
 
-    return key_gradients
+    return make_gradients("key_gradients", shape, {"dk": d, "dv": d_v}, body)
 
 
 def make_query_gradients(shape: GradientShape, *, rows: int = ROWS, machine: Machine = GPU):
     """A TileLang function ``query_gradients``, likewise."""
-    (d, d_v), types, block = shape.widths, GradientTypes(shape), min(shape.block(), rows)
+    (d, d_v), block = shape.widths, min(shape.block(), rows)
 
-    @T.prim_func
-    def query_gradients(
-        q: types.q, k: types.k, v: types.v, d_out: types.d_out, lse: types.lse, delta: types.delta,
-        dq: types.dq, softmax_scale: T.float32, length: T.int32,
-    ):  # fmt: skip
+    @T.macro
+    def body(call):
         with T.Kernel(
-            T.truncdiv(length, rows),
+            T.truncdiv(call.length, rows),
             shape.heads,
-            T.truncdiv(types.tokens, length),
+            T.truncdiv(call.q.shape[0], call.length),
             threads=1 if machine.on_cpu else rows // 64 * WARPGROUP,
         ) as (x, h, window):
             q_tile = machine.alloc_shared([rows, d], shape.dtype)
@@ -195,27 +200,27 @@ def make_query_gradients(shape: GradientShape, *, rows: int = ROWS, machine: Mac
             narrow = machine.alloc_fragment([rows, block], shape.dtype)
             dq_sum = machine.alloc_fragment([rows, d], T.float32)
             # The last queries have the most keys.
-            query0, first = (T.truncdiv(length, rows) - 1 - x) * rows, window * length
-            load(machine, q, first + query0, h, q_tile)
-            load(machine, d_out, first + query0, h, d_out_tile)
-            load_rows(machine, lse, first + query0, h, lse_tile)
-            load_rows(machine, delta, first + query0, h, delta_tile)
+            query0, first = (T.truncdiv(call.length, rows) - 1 - x) * rows, window * call.length
+            load(machine, call.q, first + query0, h, q_tile)
+            load(machine, call.d_out, first + query0, h, d_out_tile)
+            load_rows(machine, call.lse, first + query0, h, lse_tile)
+            load_rows(machine, call.delta, first + query0, h, delta_tile)
             T.fill(dq_sum, 0)
             for n in walk(machine, 0, (query0 + rows) // block):
-                load(machine, k, first + n * block, h, k_tile)
-                load(machine, v, first + n * block, h, v_tile)
+                load(machine, call.k, first + n * block, h, k_tile)
+                load(machine, call.v, first + n * block, h, v_tile)
                 find_weights(
                     machine, s, ds, (q_tile, d_out_tile), (k_tile, v_tile),
-                    lambda i, j, n=n: n * block + j <= query0 + i, lambda i, j: lse_tile[i], softmax_scale,
+                    lambda i, j, n=n: n * block + j <= query0 + i, lambda i, j: lse_tile[i], call.softmax_scale,
                 )  # fmt: skip
                 find_score_gradient(machine, s, ds, lambda i, j: delta_tile[i])
                 T.copy(ds, narrow)
                 T.gemm(narrow, k_tile, dq_sum, policy=BY_ROW)
             for i, c in machine.parallel(rows, d):
-                dq_sum[i, c] *= softmax_scale
-            store(machine, dq_sum, dq, first + query0, h)
+                dq_sum[i, c] *= call.softmax_scale
+            store(machine, dq_sum, call.dq, first + query0, h)
 
-    return query_gradients
+    return make_gradients("query_gradients", shape, {"dq": d}, body)
 
 
 @cache

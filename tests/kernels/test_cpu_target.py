@@ -1,4 +1,4 @@
-"""The portable kernel bodies and the combine, executed on TileLang's CPU target against float64.
+"""The portable decode kernels and the combine, executed on TileLang's CPU target against float64.
 
 Checks algebra, masks, paging, tiling and fragments; layouts and barriers need a GPU (test_decode_gpu.py).
 """
@@ -12,13 +12,12 @@ from functools import cache
 import pytest
 import torch
 
-from mha2mla.kernels.mla_decode.api import LATENT
-from mha2mla.kernels.mla_decode.selection import list_kernels
+from mha2mla.kernels.gqa_decode.api import GQA
 from mha2mla.kernels.split_kv.choice import MAX_SPLITS, tile_rows
-from mha2mla.testing.problems import LatentProblem, Problem
+from mha2mla.testing.problems import GQAProblem, LatentProblem, Problem
 from tests.few import few
 from tests.kernels.compiled import for_cpu
-from tests.kernels.problems import assert_right, name, poison_unseen_pages, random_work, run_kernels
+from tests.kernels.problems import assert_right, kernels_of, name, poison_unseen_pages, random_work, run_kernels
 
 pytest.importorskip("tilelang", reason="TileLang is not installed")
 
@@ -28,27 +27,29 @@ from mha2mla.kernels.split_kv.combine import SIZES, make_combine
 
 @cache
 def compiled_split(op, shape, max_rows: int, max_groups: int, block_tokens: int, variant: str):
-    kernel = "latent_portable" if op is LATENT else "swap_ab"
-    choice = next(c for c in list_kernels(shape, 90, has_rope_cache=op is not LATENT) if c.kernel == kernel)
-    tiling = tile_rows(shape.heads, shape.num_rope_heads, shape.seqlen_q, max_rows, max_groups)
+    portable = ("portable", "swap_ab", "latent_portable")
+    choice = next(c for c in kernels_of(op, shape, 80 if op is GQA else 90) if c.kernel in portable)
+    groups = shape.num_kv_heads if op is GQA else shape.num_rope_heads
+    tiling = tile_rows(shape.heads, groups, shape.seqlen_q, max_rows, 1 if op is GQA else max_groups, packed=op is GQA)
     choice = replace(choice, tiling=tiling, block_tokens=block_tokens, threads=1, variant=variant)
     return for_cpu(op.make_split(replace(shape, dtype="float32"), choice, Machine(True)))
 
 
 @cache
-def compiled_combine(heads: int, kv_lora_rank: int, splits: int):
-    return for_cpu(make_combine(heads, kv_lora_rank, "float32", splits, 2 - heads % 2, on_cpu=True))
+def compiled_combine(heads: int, width: int, splits: int):
+    return for_cpu(make_combine(heads, width, "float32", splits, 2 - heads % 2, on_cpu=True))
 
 
-def kernels_of(problem, max_rows=32, max_groups=8, block_tokens=64, splits=64, compiled_q=None, variant="resident"):
+def compiled(problem, max_rows=32, max_groups=8, block_tokens=64, splits=64, compiled_q=None, variant="resident"):
     shape = problem.shape("float32", compiled_q)
     split = compiled_split(problem.op, shape, max_rows, max_groups, block_tokens, variant)
-    return split, compiled_combine(problem.heads, problem.kv_lora_rank, splits)
+    width = problem.v_head_dim if problem.op is GQA else problem.kv_lora_rank
+    return split, compiled_combine(problem.heads, width, splits)
 
 
 def run(problem, num_ctas: int, work=None, **how):
     inputs = poison_unseen_pages(problem, problem.inputs(torch.float32))
-    out, lse = run_kernels(problem, *kernels_of(problem, **how), inputs, num_ctas, work)
+    out, lse = run_kernels(problem, *compiled(problem, **how), inputs, num_ctas, work)
     assert_right(inputs, out, lse, **problem.visibility)
     return out
 
@@ -66,6 +67,15 @@ SHAPES = [
     Problem(126, 2, 64, 8, (65,)),
     Problem(5, 1, 1000, 16, (70, 1)),
 ]
+GQA_SHAPES = [
+    GQAProblem(9, 3, 64, 64, (1, 63, 64, 65, 200)),
+    GQAProblem(14, 2, 80, 80, (130,)),
+    GQAProblem(7, 1, 24, 88, (5, 70), page_size=16),
+    GQAProblem(5, 5, 96, 64, (100, 64), page_size=32),
+    GQAProblem(40, 2, 8, 8, (70,), page_size=128),
+    GQAProblem(3, 1, 192, 128, (77,)),
+    GQAProblem(1, 1, 8, 8, (64, 1)),
+]
 LATENT_SHAPES = [
     LatentProblem(9, 1, 72, 24, (1, 63, 64, 65, 200), scaling=1.2),
     LatentProblem(14, 1, 88, 96, (5, 70), page_size=16, shuffled=True),
@@ -75,7 +85,7 @@ LATENT_SHAPES = [
 ]
 
 
-@few("problem", SHAPES, count=6, ids=name)
+@few("problem", [*SHAPES[:6], *GQA_SHAPES, *SHAPES[6:]], count=13, ids=name)
 def test_no_shape_reads_poison_or_drops_heads(problem):
     """Head counts that fill no tile, odd widths, shuffled poisoned pages, one CTA and more CTAs than tiles."""
     for num_ctas in (1, 2, 12):
@@ -101,14 +111,16 @@ def test_any_number_of_ctas_serves_any_lengths(num_ctas):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("seqlen_q", [2, 4, 8])
-def test_causal_alignment_is_bottom_right(seqlen_q, causal):
-    """Bottom-right aligned; sequences shorter than the query leave rows that see nothing."""
+@pytest.mark.parametrize("problem", [Problem(6, 3, 64, 8, ()), GQAProblem(6, 2, 16, 8, ())], ids=name)
+def test_causal_alignment_is_bottom_right(problem, seqlen_q, causal):
+    """Sequences shorter than the query leave rows that see nothing."""
     lengths = (0, 1, seqlen_q, 66, 129, 64 + seqlen_q - 1)
-    problem = Problem(6, 3, 64, 8, lengths, seqlen_q=seqlen_q, causal=causal)
+    problem = replace(problem, lengths=lengths, seqlen_q=seqlen_q, causal=causal)
+    max_rows = {2: 64, 4: 16, 8: 8}[seqlen_q] if problem.op is GQA else 64
     for num_ctas in (1, 4, 9):
-        run(problem, num_ctas, max_rows=64)
+        run(problem, num_ctas, max_rows=max_rows)
         for window, sinks in ((1, 0), (3, 70), (64, 4), (70, 0)):
-            run(replace(problem, window=window, sinks=sinks), num_ctas, max_rows=64)
+            run(replace(problem, window=window, sinks=sinks), num_ctas, max_rows=max_rows)
 
 
 @pytest.mark.parametrize("seqlen_q", [2, 8])
@@ -132,23 +144,26 @@ def test_windows_and_sinks_over_poisoned_pages(page_size, window, sinks):
 
 
 @pytest.mark.parametrize("block_tokens", [32, 64])
-@pytest.mark.parametrize(("kind", "seeds"), [(Problem, 40), (LatentProblem, 12)])
-def test_random_plans(kind, seeds, block_tokens):
+@pytest.mark.parametrize(
+    ("problem", "seeds"),
+    [(Problem(5, 5, 72, 8, ()), 40), (LatentProblem(5, 1, 72, 8, ()), 12), (GQAProblem(3, 1, 24, 8, ()), 20)],
+)
+def test_random_plans(problem, seeds, block_tokens):
     """Cuts at any tile, fragments on any CTA in any order: what a kernel may not take for granted."""
     for seed in range(seeds):
         draw = random.Random(seed)
         lengths = tuple(draw.choice([0, draw.randint(1, 500)]) for _ in range(draw.randint(1, 9)))
         window = draw.choice([None, draw.randint(1, 300)])
         own = {"shuffled": draw.random() < 0.5, "first_position": draw.choice([0, 131072])}
-        problem = kind(
-            5, 5 if kind is Problem else 1, 72, 8, lengths, page_size=16, window=window,
+        case = replace(
+            problem, lengths=lengths, page_size=16, window=window,
             starts=tuple(draw.randint(0, length) for length in lengths) if draw.random() < 0.4 else None,
             sinks=draw.choice([0, 3, 90]) if window else 0, seqlen_q=draw.choice([1, 2]), causal=draw.random() < 0.7,
-            seed=seed, **({} if kind is Problem else own),
+            seed=seed, **(own if isinstance(problem, LatentProblem) else {}),
         )  # fmt: skip
-        work = random_work([span.tiles for span in problem.spans()], draw.choice([1, 2, 5, 16, 33]), draw)
+        work = random_work([span.tiles for span in case.spans()], draw.choice([1, 2, 5, 16, 33]), draw)
         splits = sorted(SIZES)[seed % len(SIZES)]
-        run(problem, len(work), work, block_tokens=block_tokens, splits=splits, compiled_q=2)
+        run(case, len(work), work, block_tokens=block_tokens, splits=splits, compiled_q=2)
 
 
 def test_as_many_partials_as_the_combine_holds():
@@ -178,7 +193,7 @@ def test_no_page_inside_a_length_is_zeros(problem, page_size):
     caches = {n: inputs[n] for n in ("latent_cache", "rope_cache") if inputs.get(n) is not None}
     zeros = {n: torch.cat((cache, *[torch.zeros_like(cache[:1])] * 3)) for n, cache in caches.items()}
     for num_ctas in (1, 3):
-        out, lse = run_kernels(problem, *kernels_of(problem), inputs | {"block_table": holes}, num_ctas)
+        out, lse = run_kernels(problem, *compiled(problem), inputs | {"block_table": holes}, num_ctas)
         assert_right(inputs | zeros | {"block_table": filled}, out, lse)
 
 

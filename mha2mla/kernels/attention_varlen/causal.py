@@ -75,7 +75,7 @@ def explain_causal_attention(
 @cache
 def _compilation_failure(heads: int, widths: tuple[int, int], dtype: torch.dtype) -> str | None:
     """Why kernels could not be compiled, or None; a machine may lack nvcc."""
-    from mha2mla.kernels.causal_attention.gradients import compile_gradients
+    from mha2mla.kernels.attention_varlen.gradients import compile_gradients
 
     try:
         compile_gradients(heads, widths, dtype)
@@ -120,7 +120,7 @@ class _CausalAttention(torch.autograd.Function):
         delta = (d_out.to(lse.dtype) * out).sum(-1).T.contiguous()  # [H, T]
         operands = (q, k, v, d_out, lse, delta, ctx.softmax_scale, length)
         if explain_causal_attention(length, q.shape[1], (q.shape[2], v.shape[2]), q.dtype, q.device) is None:
-            from mha2mla.kernels.causal_attention.gradients import launch_gradients
+            from mha2mla.kernels.attention_varlen.gradients import launch_gradients
 
             found = launch_gradients(*operands)
         else:

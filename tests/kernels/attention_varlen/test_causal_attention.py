@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mha2mla.kernels import causal_attention, explain_causal_attention
-from mha2mla.kernels.causal_attention.api import gradients_reference
+from mha2mla.kernels.attention_varlen.causal import gradients_reference
 from tests.few import few
 from tests.kernels.compiled import for_cpu, gate
 
@@ -82,7 +82,7 @@ class TestOnCPU:
     @pytest.mark.parametrize("widths", [(32, 16)])
     def test_kernels_are_the_reference(self, widths):
         pytest.importorskip("tilelang", reason="TileLang is not installed")
-        from mha2mla.kernels.causal_attention import gradients as kernels
+        from mha2mla.kernels.attention_varlen import gradients as kernels
         from mha2mla.kernels.machine import Machine
 
         windows, length, heads = 2, 96, 3
@@ -95,10 +95,7 @@ class TestOnCPU:
         expected = gradients_reference(*operands, 0.3, length)
         shape = kernels.GradientShape(heads, widths, "float32")
         found = [torch.full_like(x, torch.nan) for x in (q, k, v)]
-        for make, outputs in (
-            (kernels.make_key_gradients, found[1:]),
-            (kernels.make_query_gradients, found[:1]),
-        ):
+        for make, outputs in ((kernels.make_key_gradients, found[1:]), (kernels.make_query_gradients, found[:1])):
             for_cpu(make(shape, rows=32, machine=Machine(on_cpu=True)))(*operands, *outputs, 0.3, length)
         for mine, theirs in zip(found, expected, strict=True):
             assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
@@ -109,7 +106,7 @@ class TestGate:
     def test_kernels_fit_a_hopper(self, widths):
         """No spills, no serialised wgmma, loads by TMA."""
         pytest.importorskip("tilelang", reason="TileLang is not installed")
-        from mha2mla.kernels.causal_attention import gradients as kernels
+        from mha2mla.kernels.attention_varlen import gradients as kernels
         from mha2mla.kernels.machine import SPECIALISED_PASS_CONFIGS
 
         shape = kernels.GradientShape(14, widths, "bfloat16")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.devices import register, runs_compiled
+from mha2mla.kernels.devices import register_kernel, runs_compiled
 from mha2mla.kernels.layouts import Argument, accumulator, check_float, check_tensors
 
 
@@ -57,7 +57,7 @@ _PARTS = (
 
 
 def attention_combine_reference(
-    partial_out: Tensor, partial_lse: Tensor, num_splits: Tensor | None = None, *, dtype: torch.dtype | None = None
+    partial_out: Tensor, partial_lse: Tensor, num_splits: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
     """``sum_n exp(lse_n) out_n / sum_n exp(lse_n)`` and the log of the denominator (flash-decoding's merge).
 
@@ -75,27 +75,16 @@ def attention_combine_reference(
     return (weight * part).sum(0).to(dtype or partial_out.dtype), total
 
 
-def _combine(
-    partial_out: Tensor, partial_lse: Tensor, num_splits: Tensor | None, dtype: torch.dtype, compiled: bool
-) -> tuple[Tensor, Tensor]:
-    if not compiled:
-        return attention_combine_reference(partial_out, partial_lse, num_splits, dtype=dtype)
-    from mha2mla.kernels.attention_combine.kernel import launch_attention_combine
-
-    out, lse = _empty(partial_out, partial_lse, num_splits, dtype)
-    launch_attention_combine(partial_out, partial_lse, num_splits, out, lse)
-    return out, lse
-
-
 def _empty(
-    partial_out: Tensor, partial_lse: Tensor, num_splits: Tensor | None, dtype: torch.dtype, *_: object
+    partial_out: Tensor, partial_lse: Tensor, num_splits: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     return partial_out.new_empty(partial_out.shape[1:], dtype=dtype), partial_lse.new_empty(partial_lse.shape[1:])
 
 
-register(
+register_kernel(
     "attention_combine(Tensor partial_out, Tensor partial_lse, Tensor? num_splits, ScalarType dtype,"
     " bool compiled) -> (Tensor, Tensor)",
-    _combine,
+    attention_combine_reference,
     _empty,
+    "mha2mla.kernels.split_kv.combine:launch_attention_combine",
 )

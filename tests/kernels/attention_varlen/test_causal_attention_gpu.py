@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mha2mla.kernels import explain_causal_attention
-from tests.kernels.causal_attention.test_causal_attention import gradients, mine, problem, sdpa
+from tests.kernels.attention_varlen.test_causal_attention import gradients, mine, problem, sdpa
 
 pytestmark = pytest.mark.gpu
 

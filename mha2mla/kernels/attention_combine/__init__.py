@@ -1,1 +1,0 @@
-"""Merging partial attention results by their log-sum-exps."""

@@ -1,1 +1,0 @@
-"""Causal attention of equally long windows with gradients that repeat to the bit."""
