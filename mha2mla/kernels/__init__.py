@@ -1,4 +1,4 @@
-"""Attention ops on tensors. Nothing here knows transformers; one op is one folder."""
+"""Attention ops on tensors. Nothing here knows transformers; one op is one folder or file."""
 
 from mha2mla.kernels.attention_combine import attention_combine
 from mha2mla.kernels.attention_varlen.api import attention_varlen, explain_attention_varlen, mla_prefill_varlen

@@ -197,3 +197,16 @@ def run_kernels(
     )  # fmt: skip
     merge(splits, partial_out, partial_lse, out, lse)
     return out, lse
+
+
+def per_head(tokens, heads, weights, inner, outer, dtype=torch.float32, device="cpu"):
+    """x [tokens, heads, inner], part of a wider projection, and weights [weights, inner, outer]."""
+    make = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, heads, inner + 16, generator=make).to(device, dtype)[..., 16:]
+    return x, torch.randn(weights, inner, outer, generator=make).mul(inner**-0.5).to(device, dtype)
+
+
+def assert_as_near_as_torch(out, plain, exact):
+    """At most twice the error of ``plain``, torch's at the same dtype, against float64."""
+    error, torchs = (float((each.double() - exact).norm() / exact.norm()) for each in (out, plain))
+    assert error <= 2 * torchs

@@ -11,6 +11,7 @@ import torch
 from mha2mla.kernels import dequantize_latent, plan_mla_decode, quantize_latent, rotary_keys
 from mha2mla.kernels.devices import capability
 from mha2mla.kernels.mla_decode.api import MLA
+from mha2mla.testing.kernel_check import draw_cases
 from mha2mla.testing.numeric_check import errors
 from mha2mla.testing.problems import GQAProblem, LatentProblem, PagedProblem, Problem, exact
 from tests.few import few
@@ -519,31 +520,20 @@ def test_a_latent_page_that_is_missing_counts_as_zeros():
     assert_right(inputs | {"block_table": filled, "latent_cache": zeros}, out, lse)
 
 
-@pytest.mark.parametrize("seed", range(24))
-def test_random_dynamic_arguments(seed):
-    """One geometry, random batch, lengths, starts, table width and new tokens."""
-    draw = random.Random(seed)
-    lengths = tuple(draw.randint(0, 900) for _ in range(draw.randint(1, 40)))
-    starts = tuple(draw.randint(0, length) for length in lengths) if seed % 2 else None
-    window = draw.randint(1, 300) if seed % 3 == 0 else None
-    problem = Problem(
-        12, 4, 128, 16, lengths, page_size=32, seqlen_q=draw.randint(1, 2), starts=starts, window=window,
-        sinks=draw.randint(0, 90) if window else 0, slack=draw.randint(0, 9), seed=seed,
-    )  # fmt: skip
-    check(problem, planned=bool(seed % 4))
+def on_hopper(problem: PagedProblem, dtype: str) -> str | None:
+    return problem.op.explain(problem.shape(dtype), "cuda:0")
 
 
-@pytest.mark.parametrize("seed", range(28))
-def test_random_geometries(seed):
-    """Any H, G, d_c, d_r, page and S_q of the contract, over short sequences."""
-    draw = random.Random(seed)
-    groups = draw.choice((1, 1, 2, 3, 4, 5, 7, 8, 12, 16, 20, 32, 48, 96, 128))
-    per_group = draw.choice([n for n in (1, 2, 3, 4, 5, 7, 8, 12, 16, 24, 40, 64, 128) if n * groups <= 128])
-    widest = min(256 if groups == 1 else 128, 2048 // groups)
-    problem = Problem(
-        groups * per_group, groups, 8 * draw.randint(1, 64), 8 * draw.randint(1, widest // 8),
-        tuple(draw.choice((0, 1, 17, 63, 64, 65, 127, 130, 321)) for _ in range(4)), seed=seed,
-        page_size=draw.choice((16, 32, 64, 128)), seqlen_q=draw.choice((1, 1, 1, 2, 4, 8)),
-        combined=draw.random() < 0.5, window=draw.choice((None, None, 1, 50, 100)),
-    )  # fmt: skip
-    check(problem, torch.float16 if seed % 4 == 3 else torch.bfloat16)
+@pytest.mark.parametrize(
+    "case", draw_cases(28, 1, calls=1, longest=900, explain=on_hopper), ids=lambda case: name(case.problem)
+)
+def test_random_geometries_and_calls(case):
+    """Any H, G, d_c, d_r, page and S_q of the contract; random batch, lengths, starts, window and table width."""
+    check(case.problem, getattr(torch, case.dtype), planned=bool(case.group % 4))
+
+
+@pytest.mark.parametrize(
+    "case", draw_cases(1, 2, calls=24, longest=900, explain=on_hopper), ids=lambda case: str(case.call)
+)
+def test_random_calls_of_one_geometry(case):
+    check(case.problem, getattr(torch, case.dtype), planned=bool(case.call % 4))

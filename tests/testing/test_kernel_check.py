@@ -20,8 +20,6 @@ from mha2mla.testing.kernel_check import (
     check_in_processes,
     check_kernels,
     draw_cases,
-    draw_group,
-    is_served,
     plan_error,
     plan_for,
     summarize,
@@ -29,13 +27,13 @@ from mha2mla.testing.kernel_check import (
 from mha2mla.testing.problems import Problem
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.randoms(use_true_random=False), st.integers(0, 3))
-def test_random_calls_are_served_and_right(rng, group):
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.integers(0, 2**32))
+def test_random_calls_are_served_and_right(seed):
     """By the reference; the calls of a geometry share a compilation."""
-    cases = draw_group(rng, group, calls=2, longest=200, most_sequences=4)
-    assert len({case.shape() for case in cases}) == 1 and is_served(cases[0].problem, cases[0].dtype)
-    assert [check_case(case, torch.device("cpu"))["status"] for case in cases] == ["ok"] * 2
+    cases = draw_cases(4, seed, calls=2, longest=200, most_sequences=4)
+    assert len({(case.group, case.shape()) for case in cases}) == 4
+    assert [check_case(case, torch.device("cpu"))["status"] for case in cases] == ["ok"] * 8
 
 
 def test_draws_repeat_and_vary():

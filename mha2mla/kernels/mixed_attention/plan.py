@@ -129,14 +129,8 @@ class MixedPlan:
                 rows = slice(group.rows[0], group.rows[-1] + 1)
                 mine = [*[None if tensor is None else tensor[rows] for tensor in batch], None, None, None]
             else:
-                mine = [
-                    index.pop(),
-                    index.pop(),
-                    index.pop() if starts else None,
-                    index.pop(),
-                    index.pop(),
-                    index.pop(),
-                ]
+                table, seqlens = index.pop(), index.pop()
+                mine = [table, seqlens, index.pop() if starts else None, *(index.pop() for _ in range(3))]
             groups.append(GroupPart(*mine, index.pop(), index.pop(), workspace.pop(), workspace.pop()))
         waves = [
             (index.pop(), [ChunkPart(index.pop(), index.pop(), index.pop()) for _ in wave.chunks])

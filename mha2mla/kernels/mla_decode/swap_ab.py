@@ -48,7 +48,7 @@ class Static(MLAStatic):
     block = property(lambda k: k.choice.block_tokens)  # cached tokens a step
     latent_cols = property(lambda k: padded_latent_columns(k.d_c, k.choice.threads))
     rope_cols = property(lambda k: padded_rope_columns(k.tiling.groups_per_tile * k.d_r))
-    # Of score products: 256 threads split heads over two warpgroups (and d_c in output products).
+    # In score products 256 threads split heads over two warpgroups, in output products d_c.
     policy = property(lambda k: BY_COLUMN if k.choice.threads > 128 else BY_ROW)
 
 

@@ -81,9 +81,8 @@ def mla_append(
     if (k_pe is None) != (rope_cache is None):
         missing = "k_pe" if k_pe is None else "rope_cache"
         raise ValueError(f"{missing} is None; expected both k_pe and rope_cache, or neither")
-    if k_pe is None:  # no rope head
-        k_pe = q_pe[:, :0]
-        rope_cache = q_pe.new_empty(*latent_cache.shape[:2], 0, q_pe.shape[-1])
+    if k_pe is None:
+        k_pe, rope_cache = _no_rope_head(q_pe, latent_cache)
     codes = holds_codes(latent_cache, latent_scale)
     tensors = (q_pe, k_pe, inv_freq, latent, rope_cache, positions, slots, latent_scale, latent_cache)
     _check((*_MLA, _LATENT[codes]), *tensors)
@@ -140,9 +139,8 @@ def append_w_uk(
         or (k_pe is None) != (rope_cache is None)
     ):
         return None
-    if k_pe is None:  # no rope head
-        k_pe = q_pe[:, :0]
-        rope_cache = q_pe.new_empty(*latent_cache.shape[:2], 0, q_pe.shape[-1])
+    if k_pe is None:
+        k_pe, rope_cache = _no_rope_head(q_pe, latent_cache)
     _check((*_MLA, _LATENT[False]), q_pe, k_pe, inv_freq, latent, rope_cache, positions, slots, None, latent_cache)
     if q_nope.shape[:2] != q_pe.shape[:2]:
         raise argument_error("q_nope.shape", tuple(q_nope.shape), f"[{q_pe.shape[0]}, {q_pe.shape[1]}, d_n], by q_pe")
@@ -209,6 +207,10 @@ def slots_of(block_table: Tensor, sequences: Tensor, positions: Tensor, page_siz
     entry = block_table[sequences.clamp_min(0).long(), page.clamp(0, max_pages - 1).long()]
     slot = entry.long() * page_size + positions % page_size
     return torch.where(known & (entry >= 0) & (slot < MAX_SLOTS), slot, -1).int()
+
+
+def _no_rope_head(q_pe: Tensor, latent_cache: Tensor) -> tuple[Tensor, Tensor]:
+    return q_pe[:, :0], q_pe.new_empty(*latent_cache.shape[:2], 0, q_pe.shape[-1])
 
 
 def _check(

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from mha2mla.kernels import is_skinny, skinny_linear
 from mha2mla.kernels.skinny_linear.selection import LinearTiling, is_faster, linear_tiling, occupancy
 from tests.kernels.compiled import gate
-from tests.kernels.skinny_linear.problems import assert_as_near_as_torch
+from tests.kernels.problems import assert_as_near_as_torch
 
 
 def given(rows, columns, outputs, dtype=torch.float32, device="cpu", seed=0):

@@ -11,7 +11,7 @@ from mha2mla.kernels.skinny_linear.api import project_w_uk, up_project
 from mha2mla.kernels.skinny_linear.selection import serves_up_project, serves_w_uk
 from mha2mla.kernels.skinny_linear.up_projections import make_up_projection, make_w_uk, make_w_uv
 from tests.kernels.compiled import gate
-from tests.kernels.skinny_linear.problems import assert_as_near_as_torch, per_head
+from tests.kernels.problems import assert_as_near_as_torch, per_head
 
 
 def test_w_uk_reference_is_torchs_product():

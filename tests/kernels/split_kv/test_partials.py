@@ -6,10 +6,7 @@ import pytest
 import torch
 
 from mha2mla.kernels import DecodePlan, plan_gqa_attention, plan_gqa_decode, plan_mla_attention, plan_mla_decode
-from mha2mla.kernels.gqa_decode.selection import list_kernels as list_gqa_kernels
-from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels, select_kernel
 from mha2mla.kernels.split_kv.op import PagedOp
-from mha2mla.testing.problems import GQAProblem
 
 DTYPES = [torch.bfloat16, torch.float16]
 CTAS = 7
@@ -51,36 +48,24 @@ def dtypes_of(function) -> dict[str, str]:
     return {buffer.name: str(buffer.dtype) for buffer in function.buffer_map.values()}
 
 
-def functions(dtype: str) -> dict:
-    """Every kernel that writes or merges partials, as TileLang functions that nobody compiles."""
-    pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.gqa_decode.api import GQA
-    from mha2mla.kernels.mla_decode.api import MLA
-    from mha2mla.kernels.mla_decode.fp8 import make_fp8
-    from mha2mla.kernels.split_kv.combine import SIZES, make_combine
-
-    shape = DecodeShape(64, 1, 128, 64, 64, 1, dtype)
-    made = {}
-    for kernel in ("swap_ab", "swap_ab_ws", "heads_on_m"):
-        choice = next(choice for choice in list_kernels(shape, 90) if choice.kernel == kernel)
-        made[kernel] = MLA.make_split(shape, choice)
-    wide = DecodeShape(32, 1, 1024, 64, 64, 1, dtype)
-    made["swap_ab_cluster"] = MLA.make_split(wide, list_kernels(wide, 90)[0])
-    gqa = GQAProblem(8, 2, 64, 64, (1,)).shape(dtype)
-    for kernel in ("streamed", "portable"):
-        choice = next(choice for choice in list_gqa_kernels(gqa, 90) if choice.kernel == kernel)
-        made[f"gqa {kernel}"] = GQA.make_split(gqa, choice)
-    made["fp8"] = make_fp8(shape, select_kernel(shape, 90, codes=True))
-    made["merge"] = make_combine(shape.heads, shape.kv_lora_rank, shape.dtype, max(SIZES))
-    return made
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_kernels_write_and_merge_float32_partials(dtype):
-    for name, function in functions(dtype).items():
+    """All kernels of an op have one signature, but for the tensors of the op."""
+    pytest.importorskip("tilelang", reason="TileLang is not installed")
+    from mha2mla.kernels.gqa_decode.api import GQA
+    from mha2mla.kernels.mla_decode.api import FP8, LATENT, LATENT_FP8, MLA
+    from mha2mla.kernels.split_kv.combine import SIZES, make_combine
+
+    shapes = [(MLA, (64, 1, 128, 64)), (FP8, (64, 1, 128, 64)), (GQA, (8, 2, 64, 64))]
+    shapes += [(op, (64, 128, 64)) for op in (LATENT, LATENT_FP8)]
+    made = [make_combine(64, 128, dtype, max(SIZES))]
+    for op, sizes in shapes:
+        shape = op.shape(*sizes, 64, 1, dtype)
+        made.append(op.make_split(shape, op.select(shape, 90)))
+    for function in made:
         found = dtypes_of(function)
         kinds = {tensor: found[tensor] for tensor in ("partial_out", "partial_lse", "lse", "out")}
-        assert kinds == dict.fromkeys(("partial_out", "partial_lse", "lse"), "float32") | {"out": dtype}, (name, kinds)
+        assert kinds == dict.fromkeys(("partial_out", "partial_lse", "lse"), "float32") | {"out": dtype}
 
 
 @pytest.mark.gpu
