@@ -157,7 +157,10 @@ class Evidence:
         """Conversion → rows of eval quality."""
         found: dict[str, list[Row]] = {}
         for report in self.reports["quality"]:
-            found.setdefault(plots.model_name(report), []).extend(report["rows"])
+            for row in report["rows"]:
+                collected = None if report.get("converted") else row.get("cache_ratio")  # of several conversions
+                name = plots.model_name(report) if collected is None else f"cache {collected:g}"
+                found.setdefault(name, []).append(row)
         return found
 
 
@@ -298,8 +301,8 @@ def _byte_blocks(evidence: Evidence) -> Iterator[Block]:
         return
     source = {"model": "source", "cache": plots.UNQUANTISED, "share": 1.0} | {str(length): 1.0 for length in lengths}
     rows = sorted([source, *found.values()], key=lambda row: (row["share"] is None, row["share"] or 0, row["model"]))
-    columns = {"model": "model", "cache": "cache", "share": "bytes ÷ source's"}
-    columns |= {str(length): f"ratio at {length:,}" for length in sorted(lengths)}
+    columns = {"model": "model", "cache": "cache", "share": "bytes"}
+    columns |= {str(length): f"at {length:,}" for length in sorted(lengths)}
     yield from _pictured(plots.loss_by_bytes(losses, shares), rows, columns)
 
 
@@ -322,7 +325,12 @@ def _latency_blocks(evidence: Evidence) -> Iterator[Block]:
         rows = report["rows"]
         for op, (_, unit, _) in plots.OPS.items():
             pictures, table = plots.latencies(rows, op)
-            columns = {"batch": "batch", "seqlen": "tokens", "source": f"source, {unit}", "converted": "converted"}
+            columns = {
+                "batch": "batch",
+                "seqlen": "tokens",
+                "source": f"source, {unit.split()[0].rstrip(',')}",
+                "converted": "converted",
+            }
             yield from _pictured(pictures, table, columns | {"speed_up": "speed-up"})
         if picture := plots.largest_batches(rows):
             x, source, converted = ("seqlen", *(dict(curve.points) for curve in picture.panels[0].curves))
@@ -398,7 +406,8 @@ def _commands(evidence: Evidence, inputs: Sequence[OutputPath], output: OutputPa
         words = ["convert", record["source_name"], record["destination"], "--recipe", "recipe.yaml"]
         yield Block("Convert, with this recipe.yaml", code=f"{_line(*words)}\n\n# recipe.yaml\n{recipe}".rstrip())
     for report in evidence.reports["quality"]:
-        yield Block("Measure what was lost", code=_quality_command(report))
+        if report.get("converted"):
+            yield Block("Measure what was lost", code=_quality_command(report))
     for report in evidence.reports["latency"]:
         yield Block("Measure what was gained", code=_latency_command(report))
     for model, sampling in evidence.sampling.items():

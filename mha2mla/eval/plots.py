@@ -229,8 +229,7 @@ def latencies(rows: Sequence[Row], op: str) -> tuple[list[Picture], list[dict[st
     said = "is timed without a source beside it"
     if ups:
         (least, *_), (most, batch, seqlen) = min(ups), max(ups)
-        span = f"{most:.2g}" if f"{least:.2g}" == f"{most:.2g}" else f"{least:.2g} to {most:.2g}"
-        said = f"runs at {span} times the source's speed, most at batch {batch:,} × {seqlen:,} tokens"
+        said = f"runs at {_span(least, most)} times the source's speed, most at batch {batch:,} × {seqlen:,} tokens"
     by, x = ("batch", "seqlen")
     if len({line["seqlen"] for line in table}) == 1 < len(table):
         by, x = x, by  # one length: over the batch
@@ -272,7 +271,7 @@ def largest_batches(rows: Sequence[Row]) -> Picture | None:
         for length, largest in points["converted"]
         if length in dict(points["source"])
     ]
-    said = f": {min(gains):.2g} to {max(gains):.2g} times the source's" if gains else ""
+    said = f": {_span(min(gains), max(gains))} times the source's" if gains else ""
     panel = Panel("largest batch (estimated)", "context (tokens)", "sequences", curves)
     return Picture(f"Largest batch that fits, estimated{said}", [panel], columns=1)
 
@@ -287,6 +286,10 @@ def _change(ratio: float) -> str:
     if not math.isfinite(ratio):
         return f"{ratio} ×"
     return f"{100 * (ratio - 1):+.1f} %" if ratio < 2 else f"{ratio:.3g} ×"
+
+
+def _span(least: float, most: float) -> str:
+    return f"{most:.2g}" if f"{least:.2g}" == f"{most:.2g}" else f"{least:.2g} to {most:.2g}"
 
 
 def _number(value: Any) -> float:

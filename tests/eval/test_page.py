@@ -124,6 +124,13 @@ def test_records_from_before_quantised_caches_are_shown(tmp_path):
     assert "1.250" in Page(write_page([path], tmp_path / "report.html")).texts["td"]
 
 
+def test_rows_of_several_conversions_are_told_apart_by_their_cache(tmp_path):
+    rows = [_loss(cache_ratio=0.5), _loss(cache_ratio=0.25, perplexity_ratio=1.75)]
+    path = write_json(tmp_path / "q.json", kind="quality", rows=rows, source="a", dtype="float32")
+    page = Page(write_page([path], tmp_path / "report.html"))
+    assert page.texts["h1"] == ["a → cache 0.5, cache 0.25"] and {"cache 0.5", "cache 0.25"} <= set(page.texts["td"])
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
