@@ -14,26 +14,7 @@ import tilelang.language as T
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.attention_varlen.tiled import (
-    FIRST_KEY,
-    FIRST_QUERY,
-    FULL,
-    GAP,
-    IN_WINDOW,
-    KEYS,
-    QUERIES,
-    TILES,
-    VarlenShape,
-    alloc_softmax,
-    find_rows,
-    finish_softmax,
-    init_softmax,
-    is_visible,
-    make_tiled,
-    portable_tiling,
-    update_softmax,
-    varlen_arguments,
-)
+from mha2mla.kernels.attention_varlen import tiled
 from mha2mla.kernels.devices import capability, dtype_name
 from mha2mla.kernels.machine import (
     BARRIER,
@@ -87,19 +68,19 @@ def padded(width: int) -> int:
     return sum(columns for _, columns in chunks(width))
 
 
-def shared_bytes(shape: VarlenShape, tiling: VarlenTiling) -> int:
+def shared_bytes(shape: tiled.VarlenShape, tiling: VarlenTiling) -> int:
     """Upper bound of a block's shared memory."""
     qk = sum(padded(width) for width in shape.widths)
     keys = STAGES * tiling.block_keys
     return 2 * (tiling.block_rows * qk + keys * (qk + padded(shape.v_head_dim))) + 2048
 
 
-def accumulators(shape: VarlenShape, tiling: VarlenTiling) -> int:
+def accumulators(shape: tiled.VarlenShape, tiling: VarlenTiling) -> int:
     """Registers of a thread that hold tiles: scores and output in float32, weights in 16 bits."""
     return tiling.block_keys // 2 + tiling.block_keys // 4 + padded(shape.v_head_dim) // 2
 
 
-def hopper_tiling(shape: VarlenShape, limit: int = 232448) -> VarlenTiling:
+def hopper_tiling(shape: tiled.VarlenShape, limit: int = 232448) -> VarlenTiling:
     """Tiles for sm_90: the most query rows, then the most keys, that registers and ``limit`` of shared memory hold.
 
     Three warpgroups where the tile keeps 128 keys: at narrow heads the exponentials bound the speed, and more threads
@@ -153,11 +134,11 @@ def apply_softmax(k, masked, y, scale, t0, limits):
     if masked:
         for i, j in T.Parallel(k.rows, k.block):
             y.s[i, j] = T.if_then_else(
-                is_visible(k.shape, t0 + j, limits[0] + i if k.shape.causal else limits[0], limits[1], limits[2]),
+                tiled.is_visible(k.shape, t0 + j, limits[0] + i if k.shape.causal else limits[0], limits[1], limits[2]),
                 y.s[i, j],
                 -T.infinity(T.float32),
             )
-    update_softmax(GPU, y, scale)
+    tiled.update_softmax(GPU, y, scale)
 
 
 @T.macro
@@ -204,11 +185,11 @@ def first_step(k, thread, tiles, here, scale, memory, y, limits):
         T.barrier_arrive(memory.k_free[0])
     apply_softmax(k, True, y, scale, here.tile(tiles - 1) * k.block, limits)
     T.copy(y.s, y.p)
-    if (tiles + here.span[GAP] if k.shape.windowed else tiles) * k.block > here.span[KEYS]:
+    if (tiles + here.span[tiled.GAP] if k.shape.windowed else tiles) * k.block > here.span[tiled.KEYS]:
         T.barrier_wait(memory.v_full[0], 0)
         for c in list(range(len(k.outputs))):
             for i, d in T.Parallel(k.block, k.outputs[c][1]):
-                if here.tile(tiles - 1) * k.block + i >= here.span[KEYS]:
+                if here.tile(tiles - 1) * k.block + i >= here.span[tiled.KEYS]:
                     memory.v_rings[c][0, i, d] = T.cast(0, k.shape.dtype)
         T.fence_proxy_async()
         T.sync_threads(barrier_id=BARRIER, arrive_count=k.consumers)
@@ -245,22 +226,22 @@ def store(k, memory, y, o, call):
 def consume(k, thread, here, memory, call):
     """One warpgroup: all tiles that some of its rows see."""
     T.set_max_nreg(REGISTERS[k.warpgroups], 1)
-    y = alloc_softmax(GPU, k.rows, k.block, k.shape.dtype)
+    y = tiled.alloc_softmax(GPU, k.rows, k.block, k.shape.dtype)
     o = [T.alloc_fragment([k.rows, columns], T.float32) for _, columns in k.outputs]
     span, scale = here.span, call.softmax_scale * LOG2E
-    tiles, full = span[TILES], span[FULL]
-    init_softmax(y)
+    tiles, full = span[tiled.TILES], span[tiled.FULL]
+    tiled.init_softmax(y)
     for c in list(range(len(k.outputs))):
         T.fill(o[c], 0)
     # First key that row 0 does not see. Rows behind the sequence's last may see too much; they are dropped.
-    limit = span[KEYS] - span[QUERIES] + here.row0 + 1 if k.shape.causal else span[KEYS]
+    limit = span[tiled.KEYS] - span[tiled.QUERIES] + here.row0 + 1 if k.shape.causal else span[tiled.KEYS]
     limits = (limit, call.window, call.sinks)
     if tiles > 0:
         first_step(k, thread, tiles, here, scale, memory, y, limits)
         if k.shape.windowed:
             for n in T.serial(1, tiles):
                 first = here.tile(tiles - 1 - n) * k.block
-                if (first >= full * k.block) | ((first < span[IN_WINDOW]) & (first + k.block > call.sinks)):
+                if (first >= full * k.block) | ((first < span[tiled.IN_WINDOW]) & (first + k.block > call.sinks)):
                     step(k, True, thread, n, tiles, here, scale, memory, y, o, limits)
                 else:
                     step(k, False, thread, n, tiles, here, scale, memory, y, o, limits)
@@ -274,7 +255,7 @@ def consume(k, thread, here, memory, call):
         T.barrier_wait(memory.v_full[(tiles - 1) % STAGES], ((tiles - 1) // STAGES) & 1)
         multiply_values(k, memory, (tiles - 1) % STAGES, y.p, o)
         T.wait_wgmma(0)
-    finish_softmax(GPU, y)
+    tiled.finish_softmax(GPU, y)
     store(k, memory, y, o, call)
 
 
@@ -282,8 +263,8 @@ def consume(k, thread, here, memory, call):
 def stream_keys(k, here, sources, memory, thread, leader):
     """One warp: the queries, then the keys of every tile."""
     span = here.span
-    first = span[FIRST_QUERY] + here.row0
-    if span[TILES] > 0:
+    first = span[tiled.FIRST_QUERY] + here.row0
+    if span[tiled.TILES] > 0:
         for c in list(range(len(k.pieces))):
             part, left, columns = k.pieces[c]
             T.tma_copy(
@@ -293,8 +274,8 @@ def stream_keys(k, here, sources, memory, thread, leader):
             )
         if thread == leader:
             T.barrier_arrive(memory.q_full)
-    for n in T.serial(span[TILES]):
-        t0 = span[FIRST_KEY] + here.tile(span[TILES] - 1 - n) * k.block
+    for n in T.serial(span[tiled.TILES]):
+        t0 = span[tiled.FIRST_KEY] + here.tile(span[tiled.TILES] - 1 - n) * k.block
         T.barrier_wait(memory.k_free[n % STAGES], ((n // STAGES) & 1) ^ 1)
         for c in list(range(len(k.pieces))):
             part, left, columns = k.pieces[c]
@@ -311,8 +292,8 @@ def stream_keys(k, here, sources, memory, thread, leader):
 def stream_values(k, here, v, memory, thread, leader):
     """One warp: the values of every tile."""
     span = here.span
-    for n in T.serial(span[TILES]):
-        t0 = span[FIRST_KEY] + here.tile(span[TILES] - 1 - n) * k.block
+    for n in T.serial(span[tiled.TILES]):
+        t0 = span[tiled.FIRST_KEY] + here.tile(span[tiled.TILES] - 1 - n) * k.block
         T.barrier_wait(memory.v_free[n % STAGES], ((n // STAGES) & 1) ^ 1)
         for c in list(range(len(k.outputs))):
             left, columns = k.outputs[c]
@@ -325,7 +306,7 @@ def stream_values(k, here, v, memory, thread, leader):
             T.barrier_arrive(memory.v_full[n % STAGES])
 
 
-def make_warp_specialised(shape: VarlenShape, tiling: VarlenTiling):
+def make_warp_specialised(shape: tiled.VarlenShape, tiling: VarlenTiling):
     """A TileLang function ``attention_varlen_ws`` for one static shape; :func:`varlen_arguments` has its arguments."""
     c = SimpleNamespace(
         shape=shape,
@@ -341,7 +322,7 @@ def make_warp_specialised(shape: VarlenShape, tiling: VarlenTiling):
         masked_tiles=-(-(tiling.block_rows - 1) // tiling.block_keys) if shape.causal else 0,
     )
 
-    arguments = varlen_arguments(shape)
+    arguments = tiled.varlen_arguments(shape)
     batch = arguments["cu_seqlens_q"].shape[0] - 1
 
     @T.macro
@@ -349,9 +330,9 @@ def make_warp_specialised(shape: VarlenShape, tiling: VarlenTiling):
         with T.Kernel(call.row_tiles * shape.heads * batch, threads=c.consumers + WARPGROUP) as x:
             memory = allocate(c)
             thread = T.get_thread_binding()
-            here = find_rows(shape, c.rows, c.block, x, call)
-            memory.epilogue[0] = here.span[FIRST_QUERY] + here.row0
-            memory.epilogue[1] = here.span[QUERIES] - here.row0
+            here = tiled.find_rows(shape, c.rows, c.block, x, call)
+            memory.epilogue[0] = here.span[tiled.FIRST_QUERY] + here.row0
+            memory.epilogue[1] = here.span[tiled.QUERIES] - here.row0
             memory.epilogue[2] = here.head
             T.sync_threads()
 
@@ -374,13 +355,13 @@ LONGEST = 2**30  # window or sinks as kernels take them: longer than a sequence,
 
 
 @cache
-def compile_attention_varlen(major_minor: int, shape: VarlenShape):
+def compile_attention_varlen(major_minor: int, shape: tiled.VarlenShape):
     """The compiled kernel and the query rows of its tiles. One compilation serves all batches, lengths and strides."""
     if major_minor == 90:
         tiling = hopper_tiling(shape)
         return compile_for(make_warp_specialised(shape, tiling), major_minor, SMALL_PASS_CONFIGS), tiling.block_rows
-    rows, keys = portable_tiling(shape)
-    function = make_tiled(shape, block_rows=rows, block_keys=keys)
+    rows, keys = tiled.portable_tiling(shape)
+    function = tiled.make_tiled(shape, block_rows=rows, block_keys=keys)
     return compile_for(function, major_minor, SMALL_PASS_CONFIGS), rows
 
 
@@ -400,7 +381,9 @@ def launch_attention_varlen(
         return
     parts = (k,) if k_pe is None else (k, k_pe)
     widths, key_heads = tuple([part.shape[2] for part in parts]), tuple([part.shape[1] for part in parts])
-    shape = VarlenShape(q.shape[1], widths, key_heads, v.shape[1], v.shape[2], causal, dtype_name(v.dtype), window >= 0)
+    shape = tiled.VarlenShape(
+        q.shape[1], widths, key_heads, v.shape[1], v.shape[2], causal, dtype_name(v.dtype), window >= 0
+    )
     with torch.cuda.device(out.device):
         kernel, rows = compile_attention_varlen(capability(out.device), shape)
         kernel(
@@ -410,7 +393,7 @@ def launch_attention_varlen(
         )  # fmt: skip
 
 
-def heads_at_a_time(shape: VarlenShape, k: Tensor, batch: int) -> int:
+def heads_at_a_time(shape: tiled.VarlenShape, k: Tensor, batch: int) -> int:
     """Query heads whose keys and values take about ``L2_SHARE`` together, whole groups of them."""
     tokens = -(-k.shape[0] // batch)  # of a sequence, on average: lengths are on the device
     group = shape.heads // shape.value_heads

@@ -13,21 +13,8 @@ import tilelang.language as T
 
 from mha2mla.kernels.gqa_decode.selection import GQAShape, padded_columns
 from mha2mla.kernels.machine import BARRIER, BY_ROW, GPU, WARPGROUP, Buffers, Machine, make_function
-from mha2mla.kernels.split_kv import softmax
+from mha2mla.kernels.split_kv import device, softmax
 from mha2mla.kernels.split_kv.choice import TILE_TOKENS, KernelChoice
-from mha2mla.kernels.split_kv.device import (
-    Types,
-    end_fragment,
-    fill_slot,
-    find_pages,
-    load_queries,
-    load_tiles,
-    locate,
-    read_fragment,
-    store,
-    take_work,
-    zero_masked,
-)
 
 CONSUMERS = WARPGROUP  # threads that compute
 BLOCK = 64  # cached tokens per tile: the M of one wgmma
@@ -46,7 +33,7 @@ class GQAStatic:
     v_cols = property(lambda k: padded_columns(k.shape.v_head_dim))
 
 
-class GQATypes(Types):
+class GQATypes(device.Types):
     """:class:`Types`, behind q [B,S_q,H,d_qk], k_cache [P,page,G,d_qk] and v_cache [P,page,G,d_v], all with run-time
     strides."""
 
@@ -106,28 +93,28 @@ def make_portable(shape: GQAShape, choice: KernelChoice, machine: Machine = GPU)
     def body(call):
         with T.Kernel(tiling.num_tiles, types.num_ctas, threads=1 if machine.on_cpu else choice.threads) as (y, cta):
             memory = allocate_portable(k)
-            tile = locate(types, tiling, y, 1)
-            work = take_work(call, cta, shape.page_size, block)  # no pdl_trigger: there is none before sm_90
+            tile = device.locate(types, tiling, y, 1)
+            work = device.take_work(call, cta, shape.page_size, block)  # no pdl_trigger: there is none before sm_90
             x = softmax.make_softmax(machine, call, tile, block, k.rows, memory.stage, (), T.sync_threads)
             sources = [
                 (call.k_cache, (tile.column,), 0, memory.k_tile),
                 (call.v_cache, (tile.column,), 0, memory.v_tile),
             ]
             for f in T.serial(work.fragments):
-                read_fragment(work, f)
+                device.read_fragment(work, f)
                 T.sync_threads()
                 for c in list(range(0, k.qk_cols, 64)):
-                    load_queries(machine, work, tile, call.q, memory.q_tile, c, 64)
+                    device.load_queries(machine, work, tile, call.q, memory.q_tile, c, 64)
                 T.fill(memory.o, 0)
                 softmax.begin(x, work)
                 for i in T.serial(work.tiles * steps):
                     t0 = work.first_token(i // steps) + i % steps * block
-                    load_tiles(machine, work, t0, sources, memory.v_tile, memory.holes, types.num_pages)
+                    device.load_tiles(machine, work, t0, sources, memory.v_tile, memory.holes, types.num_pages)
                     attend_portable(k, t0, work, memory, x)
                 softmax.finish(x, x.row_max)
                 T.copy(x.row_sum, memory.factor)
                 T.sync_threads()
-                store(call, work, softmax.write_columns, x, memory.o, memory.factor, x.row_max)
+                device.store(call, work, softmax.write_columns, x, memory.o, memory.factor, x.row_max)
 
     return types.make("portable", body)
 
@@ -152,16 +139,20 @@ def allocate(k: GQAStatic) -> Buffers:
 def stream(work, kv_head, call, memory, thread):
     """One warp: the keys and values of every tile of this CTA's fragments."""
     for f in T.serial(work.fragments):
-        read_fragment(work, f)
+        device.read_fragment(work, f)
         for i in T.serial(work.tiles):
             t0 = work.first_token(i)
             n = work.done + i
-            find_pages(work, t0)
+            device.find_pages(work, t0)
             # Not a loop over the two: it would give both caches one name.
             m = memory
-            fill_slot(work, t0, call.k_cache, (kv_head,), 0, [m.k_ring], n, m.k_full, m.k_free, thread, CONSUMERS)
-            fill_slot(work, t0, call.v_cache, (kv_head,), 0, [m.v_ring], n, m.v_full, m.v_free, thread, CONSUMERS)
-        end_fragment(work)
+            device.fill_slot(
+                work, t0, call.k_cache, (kv_head,), 0, [m.k_ring], n, m.k_full, m.k_free, thread, CONSUMERS
+            )
+            device.fill_slot(
+                work, t0, call.v_cache, (kv_head,), 0, [m.v_ring], n, m.v_full, m.v_free, thread, CONSUMERS
+            )
+        device.end_fragment(work)
 
 
 @T.macro
@@ -185,7 +176,7 @@ def attend(k, i, work, memory, x, o):
         o[d, j] *= x.rescale[j]
     T.barrier_wait(memory.v_full[slot], phase)
     if work.has_masked(t0, BLOCK):
-        zero_masked(GPU, work, t0, BLOCK, range(0, k.v_cols, 64), memory.v_ring, slot)
+        device.zero_masked(GPU, work, t0, BLOCK, range(0, k.v_cols, 64), memory.v_ring, slot)
     T.fence_proxy_async()
     x.sync()
     T.wgmma_gemm(memory.v_ring[slot, :, :], memory.p_tile, o, transpose_A=True, transpose_B=True, policy=BY_ROW)
@@ -203,18 +194,18 @@ def consume(k, work, tile, memory, call):
     o = T.alloc_fragment([k.v_cols, k.rows], T.float32)
     piece = min(64, 1024 // k.rows)
     for f in T.serial(work.fragments):
-        read_fragment(work, f)
+        device.read_fragment(work, f)
         for c in T.serial(k.qk_cols // piece):  # loads of all rows at once would spill registers
-            load_queries(GPU, work, tile, call.q, memory.q_tile, c * piece, piece)
+            device.load_queries(GPU, work, tile, call.q, memory.q_tile, c * piece, piece)
         T.fence_proxy_async()
         x.sync()
         T.fill(o, 0)
         softmax.begin(x, work)
         for i in T.serial(work.tiles):
             attend(k, i, work, memory, x, o)
-        end_fragment(work)
+        device.end_fragment(work)
         softmax.finish(x, x.row_max)
-        store(call, work, softmax.write_columns, x, o, x.row_sum, x.row_max)
+        device.store(call, work, softmax.write_columns, x, o, x.row_sum, x.row_max)
 
 
 def make_streamed(shape: GQAShape, choice: KernelChoice):
@@ -228,8 +219,8 @@ def make_streamed(shape: GQAShape, choice: KernelChoice):
             T.annotate_min_blocks_per_sm(choice.ctas_per_sm)
             memory = allocate(k)
             thread = T.get_thread_binding()
-            tile = locate(types, choice.tiling, y, 1)
-            work = take_work(call, cta, shape.page_size, BLOCK)
+            tile = device.locate(types, choice.tiling, y, 1)
+            work = device.take_work(call, cta, shape.page_size, BLOCK)
             T.pdl_trigger()
             if thread < CONSUMERS:
                 consume(k, work, tile, memory, call)

@@ -36,21 +36,8 @@ from mha2mla.kernels.mla_decode.fp8_products import (
 )  # fmt: skip
 from mha2mla.kernels.mla_decode.selection import DecodeShape, column_of_code
 from mha2mla.kernels.mla_decode.static import MLATypes
+from mha2mla.kernels.split_kv import device
 from mha2mla.kernels.split_kv.choice import KernelChoice
-from mha2mla.kernels.split_kv.device import (
-    LN2,
-    LOG2E,
-    MASKED,
-    consumers,
-    find_pages,
-    locate,
-    read_fragment,
-    restart,
-    run_loaders,
-    run_roles,
-    store,
-    take_work,
-)
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 SLACK = 6.0  # the maximum may fall behind by this many powers of two before the output is scaled down: 2**6 in float16
@@ -62,13 +49,13 @@ SMALLEST_QUERY = -40  # exponent below which a query row is not scaled up any fu
 def stream(k, w, work, column, memory, call, thread, leader):
     """One warp: the tiles of warpgroup ``w``, codes, scales and rotary keys."""
     for f in T.serial(work.fragments):
-        read_fragment(work, f)
+        device.read_fragment(work, f)
         for i in T.serial((work.tiles + 1 - w) // 2):
             t0 = work.first_token(2 * i + w)
             n = work.done + i
             slot = n % k.stages
             full = w * k.stages + slot
-            find_pages(work, t0)
+            device.find_pages(work, t0)
             T.barrier_wait(memory.free[full], ((n // k.stages) & 1) ^ 1)
             for v in work.pieces:
                 first, in_page = v * k.page_rows, t0 % k.page_size
@@ -171,7 +158,7 @@ def scale_scores(k, c, work, tile, call, t0, slot, scale, tail):
         for e in T.unroll(k.held):
             limit = work.stop - tail + T.min(tile.token(c.row_of(e)), tail)
             c.s[e] = T.if_then_else(
-                work.is_visible(first + e // 2 % 2 * 8, limit, call.window, call.sinks), c.s[e], MASKED
+                work.is_visible(first + e // 2 % 2 * 8, limit, call.window, call.sinks), c.s[e], device.MASKED
             )
 
 
@@ -203,7 +190,7 @@ def find_weights(k, c):
             c.o[i] *= c.row_max[i % k.held // 4 * 2 + i % 2]
     for e in T.unroll(k.held):
         c.s[e] = T.exp2(
-            c.s[e] - T.if_then_else(c.m[e // 4 * 2 + e % 2] == MASKED, 0.0, c.m[e // 4 * 2 + e % 2])
+            c.s[e] - T.if_then_else(c.m[e // 4 * 2 + e % 2] == device.MASKED, 0.0, c.m[e // 4 * 2 + e % 2])
         )  # masked scores weigh nothing
     for i in list(range(2)):
         c.scale_of[i] = 1.0 / c.scale_of[i]
@@ -226,7 +213,7 @@ def merge(k, c):
     T.sync_threads(barrier_id=BARRIER + 2, arrive_count=CONSUMERS)
     for h in T.unroll(k.mine):
         c.row_max[h] = T.max(c.m[h], memory.totals[1 - w, c.row(h)])
-        c.s[h] = T.if_then_else(c.row_max[h] == MASKED, 0.0, c.row_max[h])
+        c.s[h] = T.if_then_else(c.row_max[h] == device.MASKED, 0.0, c.row_max[h])
         c.row_sum[h] = 0.0
         for v in list(range(4)):
             c.row_sum[h] += memory.stage[w, v, c.row(h)] * T.exp2(c.m[h] - c.s[h]) + memory.stage[
@@ -255,10 +242,10 @@ def finish(k, c, work, tile, call):
         for h in T.unroll(k.mine):
             r = c.row(h)
             c.s[h] = T.if_then_else(
-                c.row_sum[h] == 0, -T.infinity(T.float32), (T.log2(c.row_sum[h]) + c.row_max[h]) * LN2
+                c.row_sum[h] == 0, -T.infinity(T.float32), (T.log2(c.row_sum[h]) + c.row_max[h]) * device.LN2
             )
             if tile.holds(r):
-                store(call, work, write_lse, tile, r, c.s, h)
+                device.store(call, work, write_lse, tile, r, c.s, h)
     for u in list(range(half)):
         kept, given = u + w * half, u + (1 - w) * half
         if given < k.tiles:
@@ -272,7 +259,7 @@ def finish(k, c, work, tile, call):
                 r = c.row_of(e)
                 d = kept * 64 + c.warp * 16 + (2 * c.g + e // 2 % 2)
                 if tvm.tirx.And(tile.holds(r), d < k.d_c):
-                    store(call, work, write_number, tile, r, d, c.o, kept * k.held + e)
+                    device.store(call, work, write_number, tile, r, d, c.o, kept * k.held + e)
         T.sync_threads(barrier_id=BARRIER + 2, arrive_count=CONSUMERS)
 
 
@@ -282,11 +269,11 @@ def consume(k, w, work, tile, memory, call, thread):
     T.set_max_nreg(CONSUMER_REGISTERS, 1)
     c = Thread(k, w, thread, memory)
     describe(c)
-    scale = call.softmax_scale * LOG2E
+    scale = call.softmax_scale * device.LOG2E
     tail = (tile.seqlen_q - 1) * call.causal
-    restart(work)
+    device.restart(work)
     for f in T.serial(work.fragments):
-        read_fragment(work, f)
+        device.read_fragment(work, f)
         load_queries(k, c, work, tile, call)
         T.fence_proxy_async()
         T.sync_threads(barrier_id=BARRIER + 2, arrive_count=CONSUMERS)
@@ -294,7 +281,7 @@ def consume(k, w, work, tile, memory, call, thread):
             c.o[i] = 0.0
         for h in T.unroll(k.mine):
             c.row_sum[h] = 0.0
-            c.m[h] = MASKED
+            c.m[h] = device.MASKED
         for i in T.serial((work.tiles + 1 - w) // 2):
             t0 = work.first_token(2 * i + w)
             n = work.done + i
@@ -324,15 +311,15 @@ def make_fp8(shape: DecodeShape, choice: KernelChoice):
             swizzled = (memory.q_tile, memory.qp_tile, memory.c_ring, memory.k_ring, memory.p_tile)
             T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in swizzled})
             thread = T.get_thread_binding()
-            tile = locate(types, k.tiling, y, k.d_r)
-            work = take_work(call, cta, k.page_size, BLOCK)
+            tile = device.locate(types, k.tiling, y, k.d_r)
+            work = device.take_work(call, cta, k.page_size, BLOCK)
             T.pdl_trigger()
             loaders = [(stream, k, w, work, tile.column, memory, call) for w in range(2)]
-            run_roles(
+            device.run_roles(
                 thread,
                 [
-                    *consumers(2, consume, k, work, tile, memory, call, thread),
-                    (None, run_loaders, PRODUCER_REGISTERS, thread, CONSUMERS, loaders),
+                    *device.consumers(2, consume, k, work, tile, memory, call, thread),
+                    (None, device.run_loaders, PRODUCER_REGISTERS, thread, CONSUMERS, loaders),
                 ],
             )
 

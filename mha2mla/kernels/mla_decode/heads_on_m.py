@@ -20,22 +20,8 @@ from mha2mla.kernels.mla_decode.selection import (
     padded_rope_columns,
 )
 from mha2mla.kernels.mla_decode.static import MLAStatic, MLATypes, load_rope_queries
+from mha2mla.kernels.split_kv import device
 from mha2mla.kernels.split_kv.choice import KernelChoice
-from mha2mla.kernels.split_kv.device import (
-    LN2,
-    LOG2E,
-    MASKED,
-    end_fragment,
-    locate,
-    read_fragment,
-    run_loaders,
-    run_roles,
-    store,
-    stream,
-    stream_queries,
-    take_work,
-    zero_masked,
-)
 
 CONSUMERS = 3 * WARPGROUP
 BLOCK = 64  # cached tokens per tile
@@ -108,7 +94,9 @@ def find_weights(k, x, scale):
     for i in T.Parallel(ROWS):
         x.rescale[i] = T.exp2((x.row_max[i] - x.new_max[i]) * scale)
         x.row_max[i] = x.new_max[i]
-        x.new_max[i] = T.if_then_else(x.new_max[i] == MASKED, 0.0, x.new_max[i])  # so that masked scores weigh nothing
+        x.new_max[i] = T.if_then_else(
+            x.new_max[i] == device.MASKED, 0.0, x.new_max[i]
+        )  # so that masked scores weigh nothing
     for i, j in T.Parallel(ROWS, BLOCK):
         x.s[i, j] = T.exp2((x.s[i, j] - x.new_max[i]) * scale)
 
@@ -126,16 +114,16 @@ def weigh(k, work, tile, memory, call):
         tile_sum=T.alloc_fragment([ROWS], T.float32),
         limit=T.alloc_fragment([ROWS], T.int32),  # first token that a row's query does not see
     )
-    scale = call.softmax_scale * LOG2E
+    scale = call.softmax_scale * device.LOG2E
     tail = (tile.seqlen_q - 1) * call.causal
     for f in T.serial(work.fragments):
-        read_fragment(work, f)
+        device.read_fragment(work, f)
         for c in T.serial(k.rope_cols // 16):  # in pieces: loads of a whole row at once cost registers
             load_rope_queries(k, GPU, work, tile, call.q_pe, memory.qp_tile, 0, ROWS, c * 16, 16)
         T.fence_proxy_async()
         T.sync_threads(barrier_id=BARRIER, arrive_count=WARPGROUP)
         T.fill(x.row_sum, 0)
-        T.fill(x.row_max, MASKED)
+        T.fill(x.row_max, device.MASKED)
         for i in T.Parallel(ROWS):
             x.limit[i] = work.stop - tail + T.min(tile.token(i), tail)
         T.barrier_wait(memory.q_full, f & 1)
@@ -146,7 +134,7 @@ def weigh(k, work, tile, memory, call):
             if work.needs_mask(t0, BLOCK, tail):
                 for i, j in T.Parallel(ROWS, BLOCK):
                     x.s[i, j] = T.if_then_else(
-                        work.is_visible(t0 + j, x.limit[i], call.window, call.sinks), x.s[i, j], MASKED
+                        work.is_visible(t0 + j, x.limit[i], call.window, call.sinks), x.s[i, j], device.MASKED
                     )
             find_weights(k, x, scale)
             T.barrier_wait(memory.p_free, (n & 1) ^ 1)
@@ -158,17 +146,17 @@ def weigh(k, work, tile, memory, call):
             for i in T.Parallel(ROWS):
                 x.row_sum[i] = x.row_sum[i] * x.rescale[i] + x.tile_sum[i]
         T.barrier_arrive(memory.q_free)
-        end_fragment(work)
+        device.end_fragment(work)
         for i in T.Parallel(ROWS):
             x.row_max[i] = T.if_then_else(
-                x.row_sum[i] == 0, -T.infinity(T.float32), (T.log2(x.row_sum[i]) + x.row_max[i] * scale) * LN2
+                x.row_sum[i] == 0, -T.infinity(T.float32), (T.log2(x.row_sum[i]) + x.row_max[i] * scale) * device.LN2
             )
             x.row_sum[i] = 1.0 / T.max(x.row_sum[i], 1e-30)
         T.copy(x.row_sum, memory.inverses[f & 1, :])
         T.barrier_arrive(memory.end)
         for i in T.Parallel(ROWS):
             if tile.holds(i):
-                store(call, work, write_lse, tile, i, x.row_max)
+                device.store(call, work, write_lse, tile, i, x.row_max)
 
 
 @T.macro
@@ -194,7 +182,7 @@ def multiply(k, w, work, tile, memory, call):
     factor = T.alloc_fragment([ROWS], T.float32)
     grown = T.alloc_local([1], T.int32)
     for f in T.serial(work.fragments):
-        read_fragment(work, f)
+        device.read_fragment(work, f)
         for u in list(range(2)):
             T.fill(o[u], 0)
         for i in T.serial(work.tiles):
@@ -215,7 +203,7 @@ def multiply(k, w, work, tile, memory, call):
                         o[u][r, d] *= factor[r]
             if work.has_masked(t0, BLOCK):
                 for u in list(range(2)):
-                    zero_masked(GPU, work, t0, BLOCK, range(0, k.quarter, 64), quarters[u], slot)
+                    device.zero_masked(GPU, work, t0, BLOCK, range(0, k.quarter, 64), quarters[u], slot)
                     T.fence_proxy_async()
                 T.sync_threads(barrier_id=BARRIER + 1 + w, arrive_count=WARPGROUP)
             for u in list(range(2)):
@@ -223,11 +211,11 @@ def multiply(k, w, work, tile, memory, call):
             T.wait_wgmma(0)
             T.barrier_arrive(memory.p_free)
             T.barrier_arrive(memory.half_free[w][slot])
-        end_fragment(work)
+        device.end_fragment(work)
         T.barrier_wait(memory.end, f & 1)
         T.copy(memory.inverses[f & 1, :], factor)
         for u in list(range(2)):
-            store(call, work, write_rows, tile, o[u], factor, (2 * w + u) * k.quarter)
+            device.store(call, work, write_rows, tile, o[u], factor, (2 * w + u) * k.quarter)
 
 
 def make_heads_on_m(shape: DecodeShape, choice: KernelChoice):
@@ -239,22 +227,22 @@ def make_heads_on_m(shape: DecodeShape, choice: KernelChoice):
         with T.Kernel(k.tiling.num_tiles, types.num_ctas, threads=HEADS_ON_M_THREADS) as (y, cta):
             m = allocate(k)
             thread = T.get_thread_binding()
-            tile = locate(types, k.tiling, y, k.d_r)
-            work = take_work(call, cta, k.page_size, BLOCK)
+            tile = device.locate(types, k.tiling, y, k.d_r)
+            work = device.take_work(call, cta, k.page_size, BLOCK)
             T.pdl_trigger()
             halves = [
-                (stream, work, call.latent_cache, [2 * w * k.quarter], m.latent[2 * w : 2 * w + 2], *barriers)
+                (device.stream, work, call.latent_cache, [2 * w * k.quarter], m.latent[2 * w : 2 * w + 2], *barriers)
                 for w, barriers in enumerate(zip(m.half_full, m.half_free, strict=True))
             ]
-            keys = (stream, work, call.rope_cache, [tile.column], [m.k_ring], m.k_full, m.k_free)
-            queries = (stream_queries, work, tile, call.q_latent, m.q_tile, m.q_full, m.q_free, 0)
-            run_roles(
+            keys = (device.stream, work, call.rope_cache, [tile.column], [m.k_ring], m.k_full, m.k_free)
+            queries = (device.stream_queries, work, tile, call.q_latent, m.q_tile, m.q_full, m.q_free, 0)
+            device.run_roles(
                 thread,
                 [
                     (WARPGROUP, weigh, k, work, tile, m, call),
                     (2 * WARPGROUP, multiply, k, 0, work, tile, m, call),
                     (3 * WARPGROUP, multiply, k, 1, work, tile, m, call),
-                    (None, run_loaders, PRODUCER_REGISTERS, thread, CONSUMERS, [*halves, keys, queries]),
+                    (None, device.run_loaders, PRODUCER_REGISTERS, thread, CONSUMERS, [*halves, keys, queries]),
                 ],
             )
 

@@ -22,20 +22,8 @@ from mha2mla.kernels.mla_decode.fp8_products import CODES
 from mha2mla.kernels.mla_decode.selection import CODE_PANEL, KEY_TILE, DecodeShape, key_blocks, key_steps
 from mha2mla.kernels.mla_decode.static import GROUP, MLATypes, Turn, find_scaled_turn, find_turn, position_of
 from mha2mla.kernels.mla_decode.swap_ab_ws import BLOCK, SCALE, allocate_barriers, allocate_tiles, consume
+from mha2mla.kernels.split_kv import device
 from mha2mla.kernels.split_kv.choice import KernelChoice
-from mha2mla.kernels.split_kv.device import (
-    LOG2E,
-    consumers,
-    end_fragment,
-    find_pages,
-    locate,
-    read_fragment,
-    run_loaders,
-    run_roles,
-    stream,
-    stream_queries,
-    take_work,
-)
 
 SUMS = BLOCK * KEY_TILE // WARPGROUP  # accumulators of a thread
 PANEL_BYTES = BLOCK * 128  # 64 columns of a tile
@@ -221,7 +209,7 @@ def make_keys(k, work, memory, call, thread):
     load_weight(k, c, call)
     stages, rope_stages = k.choice.num_stages, k.choice.rope_stages
     for f in T.serial(work.fragments):
-        read_fragment(work, f)
+        device.read_fragment(work, f)
         for i in T.serial(work.tiles):
             n = work.done + i
             u = n * k.chunks + c.v
@@ -237,7 +225,7 @@ def make_keys(k, work, memory, call, thread):
             T.barrier_wait(memory.k_free[u % rope_stages], ((u // rope_stages) & 1) ^ 1)
             hand_over(k, c, memory, u % rope_stages)
             T.barrier_arrive(memory.k_full[u % k.rope_phases])
-        end_fragment(work)
+        device.end_fragment(work)
 
 
 def make_latent_ws(shape: DecodeShape, choice: KernelChoice):
@@ -260,22 +248,24 @@ def _make(k: Static, types: MLATypes, source: str, allocate):
             swizzled = (m.c_ring, m.k_ring, *((m.codes,) if k.scaled else ()))
             T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in swizzled})
             thread = T.get_thread_binding()
-            tile = locate(types, k.tiling, y, k.d_r)
-            work = take_work(call, cta, k.page_size, BLOCK)
+            tile = device.locate(types, k.tiling, y, k.d_r)
+            work = device.take_work(call, cta, k.page_size, BLOCK)
             T.pdl_trigger()
             if k.scaled:
                 latent = (stream_codes, k, work, call, m)
-                widening = [(first, widen, k, work, m, 1.0 / (call.softmax_scale * LOG2E), thread - k.latent_readers)]
+                widening = [
+                    (first, widen, k, work, m, 1.0 / (call.softmax_scale * device.LOG2E), thread - k.latent_readers)
+                ]
             else:
-                latent, widening = (stream, work, call.latent_cache, [0], [m.c_ring], m.c_full, m.c_free), []
-            queries = (stream_queries, work, tile, call.q_latent, m.q_tile, m.q_full, m.q_free, 0)
-            run_roles(
+                latent, widening = (device.stream, work, call.latent_cache, [0], [m.c_ring], m.c_full, m.c_free), []
+            queries = (device.stream_queries, work, tile, call.q_latent, m.q_tile, m.q_full, m.q_free, 0)
+            device.run_roles(
                 thread,
                 [
-                    *consumers(k.choice.warpgroups, consume, k, work, tile, m, call),
+                    *device.consumers(k.choice.warpgroups, consume, k, work, tile, m, call),
                     (k.latent_readers, make_keys, k, work, m, call, thread),
                     *widening,
-                    (None, run_loaders, k.choice.registers[2], thread, first, [latent, queries]),
+                    (None, device.run_loaders, k.choice.registers[2], thread, first, [latent, queries]),
                 ],
             )
 
@@ -339,11 +329,11 @@ def stream_codes(k, work, call, memory, thread, leader):
     """One warp: the pieces of every tile of this CTA's fragments."""
     stages = k.choice.code_stages
     for f in T.serial(work.fragments):
-        read_fragment(work, f)
+        device.read_fragment(work, f)
         for i in T.serial(work.tiles):
             t0 = work.first_token(i)
             in_page = t0 % k.page_size
-            find_pages(work, t0)
+            device.find_pages(work, t0)
             for u, left in list(enumerate(k.pieces)):
                 n = (work.done + i) * len(k.pieces) + u
                 slot = n % stages
@@ -362,7 +352,7 @@ def stream_codes(k, work, call, memory, thread, leader):
                     )
                 if thread == leader:
                     T.barrier_arrive(memory.codes_full[slot])
-        end_fragment(work)
+        device.end_fragment(work)
 
 
 @T.macro
@@ -386,7 +376,7 @@ def widen(k, work, memory, unit, thread):
     T.set_max_nreg(k.choice.registers[2], 0)
     stages, code_stages, token = k.choice.num_stages, k.choice.code_stages, thread % BLOCK
     for f in T.serial(work.fragments):
-        read_fragment(work, f)
+        device.read_fragment(work, f)
         for i in T.serial(work.tiles):
             n = work.done + i
             slot = n % stages
@@ -409,7 +399,7 @@ def widen(k, work, memory, unit, thread):
                 T.barrier_arrive(memory.codes_free[at])
             T.fence_proxy_async()
             T.barrier_arrive(memory.c_full[slot])
-        end_fragment(work)
+        device.end_fragment(work)
 
 
 def make_latent_fp8(shape: DecodeShape, choice: KernelChoice):

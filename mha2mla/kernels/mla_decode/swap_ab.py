@@ -26,17 +26,8 @@ from mha2mla.kernels.mla_decode.static import (
     load_rope_queries,
     position_of,
 )
-from mha2mla.kernels.split_kv import softmax
+from mha2mla.kernels.split_kv import device, softmax
 from mha2mla.kernels.split_kv.choice import TILE_TOKENS, KernelChoice
-from mha2mla.kernels.split_kv.device import (
-    MASKED,
-    load_queries,
-    load_tiles,
-    locate,
-    read_fragment,
-    store,
-    take_work,
-)
 
 BY_COLUMN = T.GemmWarpPolicy.FullCol
 
@@ -93,8 +84,8 @@ def attend(k, t0, work, memory, x):
 @T.macro
 def decode(k, types, call, memory, y, cta):
     """All fragments of a CTA."""
-    tile = locate(types, k.tiling, y, k.d_r)
-    work = take_work(call, cta, k.page_size, k.block)  # no pdl_trigger: there is none before sm_90
+    tile = device.locate(types, k.tiling, y, k.d_r)
+    work = device.take_work(call, cta, k.page_size, k.block)  # no pdl_trigger: there is none before sm_90
     x = softmax.make_softmax(k.machine, call, tile, k.block, k.tiling.rows, memory.stage, (), T.sync_threads)
     sources = [(call.latent_cache, (), 0, memory.c_tile)]
     if types.has_rope_cache:
@@ -103,22 +94,22 @@ def decode(k, types, call, memory, y, cta):
         prepare_keys(k, call, memory)
     steps = TILE_TOKENS // k.block  # per tile of the schedule
     for f in T.serial(work.fragments):
-        read_fragment(work, f)
+        device.read_fragment(work, f)
         T.sync_threads()
         for c in list(range(0, k.latent_cols, 64)):
-            load_queries(k.machine, work, tile, call.q_latent, memory.q_tile, c, 64)
+            device.load_queries(k.machine, work, tile, call.q_latent, memory.q_tile, c, 64)
         load_rope_queries(k, k.machine, work, tile, call.q_pe, memory.qp_tile, 0, k.tiling.rows, 0, k.rope_cols)
         T.fill(memory.o, 0)
-        T.fill(memory.o_row_max, MASKED)
+        T.fill(memory.o_row_max, device.MASKED)
         softmax.begin(x, work)
         for i in T.serial(work.tiles * steps):
             t0 = work.first_token(i // steps) + i % steps * k.block
-            load_tiles(k.machine, work, t0, sources, memory.c_tile, memory.holes, types.num_pages)
+            device.load_tiles(k.machine, work, t0, sources, memory.c_tile, memory.holes, types.num_pages)
             if not types.has_rope_cache:
                 make_keys(k, t0, work, call, memory)
             attend(k, t0, work, memory, x)
         softmax.finish(x, memory.o_row_max)
-        store(call, work, softmax.write_columns, x, memory.o, x.row_sum, memory.o_row_max)
+        device.store(call, work, softmax.write_columns, x, memory.o, x.row_sum, memory.o_row_max)
 
 
 def make_swap_ab(shape: DecodeShape, choice: KernelChoice, machine: Machine = GPU):

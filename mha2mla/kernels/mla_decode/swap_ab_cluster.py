@@ -18,42 +18,10 @@ from tilelang.layout import make_full_bank_swizzled_layout
 
 from mha2mla.kernels.machine import BY_ROW, ROW_GROUP, SWIZZLE_128, WARPGROUP, Buffers
 from mha2mla.kernels.mla_decode import latent_ws, swap_ab_ws
-from mha2mla.kernels.mla_decode.latent_ws import (
-    PANEL_BYTES,
-    SUMS,
-    KeyMaker,
-    begin_sums,
-    find_first_turns,
-    hand_over,
-    load_weight,
-    rotate,
-)
 from mha2mla.kernels.mla_decode.selection import CLUSTER, DecodeShape, RopeBlocks, halve, key_steps
 from mha2mla.kernels.mla_decode.static import MLATypes
-from mha2mla.kernels.mla_decode.swap_ab_ws import (
-    BLOCK,
-    PRODUCER_REGISTERS,
-    allocate_barriers,
-    allocate_tiles,
-    make_own_softmax,
-    multiply_rope,
-    weigh,
-)
-from mha2mla.kernels.split_kv import softmax
+from mha2mla.kernels.split_kv import device, softmax
 from mha2mla.kernels.split_kv.choice import KernelChoice
-from mha2mla.kernels.split_kv.device import (
-    consumers,
-    end_fragment,
-    locate,
-    read_fragment,
-    restart,
-    run_loaders,
-    run_roles,
-    store,
-    stream,
-    stream_queries,
-    take_work,
-)
 
 # A thread's scores go to the thread of the same number in the other CTA, which holds the same places of the tile: four
 # at a time, which the receiving CTA's barrier counts (PTX ISA, st.async). There are two places for them: nobody sends a
@@ -90,7 +58,7 @@ class Columns:
 
     latent_cols = property(lambda k: k.cut.columns)
     slot_cols = property(lambda k: k.cut.unit)
-    held = property(lambda k: BLOCK * k.rows // WARPGROUP)  # scores of a tile that a thread holds
+    held = property(lambda k: swap_ab_ws.BLOCK * k.rows // WARPGROUP)  # scores of a tile that a thread holds
 
     def lefts(self, half) -> list:
         """First columns of the pieces of a tile of CTA ``half``."""
@@ -106,9 +74,9 @@ def allocate(k: Static) -> Buffers:
     """Shared memory and barriers of a CTA; ``scores``: the other's, for even and odd tiles."""
     warpgroups = k.choice.warpgroups
     return Buffers(
-        **allocate_tiles(k),
+        **swap_ab_ws.allocate_tiles(k),
         scores=T.alloc_shared([warpgroups, 2, k.held // 4, WARPGROUP, 4], T.float32),
-        **allocate_barriers(k),
+        **swap_ab_ws.allocate_barriers(k),
         s_full=T.alloc_cluster_barrier([1] * (2 * warpgroups)),
     )
 
@@ -154,10 +122,10 @@ def place_of(i, j):
 def share_scores(k, w, n, half, thread, memory, s, held):
     """Adds the other CTA's part of the scores."""
     at, mine = w * 2 + n % 2, thread - w * WARPGROUP
-    for i, j in T.Parallel(BLOCK, k.rows):
+    for i, j in T.Parallel(swap_ab_ws.BLOCK, k.rows):
         T.call_extern("handle", "put", T.address_of(held[0]), place_of(i, j), s[i, j])
     if mine == 0:
-        T.mbarrier_arrive_expect_tx(memory.s_full[at], BLOCK * k.rows * 4)
+        T.mbarrier_arrive_expect_tx(memory.s_full[at], swap_ab_ws.BLOCK * k.rows * 4)
     T.call_extern(
         "handle",
         f"send_scores<{k.held}>",
@@ -170,7 +138,7 @@ def share_scores(k, w, n, half, thread, memory, s, held):
     T.call_extern(
         "handle", f"add_scores<{k.held}>", T.address_of(held[0]), T.address_of(memory.scores[w, n % 2, 0, mine, 0])
     )
-    for i, j in T.Parallel(BLOCK, k.rows):
+    for i, j in T.Parallel(swap_ab_ws.BLOCK, k.rows):
         s[i, j] = T.call_extern("float32", "get", T.address_of(held[0]), place_of(i, j))
 
 
@@ -183,10 +151,10 @@ def attend(k, w, i, work, half, thread, memory, x, o, held, slots):
     for u in list(range(units)):
         slots[u] = T.truncmod(n * units + u, k.choice.num_stages)
     multiply_latent(k, w, n, slots, memory, x.s)
-    multiply_rope(k, w, n, memory, x.s, [])
+    swap_ab_ws.multiply_rope(k, w, n, memory, x.s, [])
     share_scores(k, w, n, half, thread, memory, x.s, held)
     own = range(w, units, k.choice.warpgroups)  # warpgroups share the columns
-    weigh(k, w, work, t0, memory, x, [(slots[u], range(0, k.cut.unit, 64)) for u in own])
+    swap_ab_ws.weigh(k, w, work, t0, memory, x, [(slots[u], range(0, k.cut.unit, 64)) for u in own])
     softmax.add_weights(x)
     T.fence_proxy_async()
     x.sync()
@@ -203,12 +171,12 @@ def attend(k, w, i, work, half, thread, memory, x, o, held, slots):
 def consume(k, w, work, tile, half, memory, call, thread):
     """One warpgroup: all fragments of this CTA, for rows ``w * rows ...`` of its tile."""
     T.set_max_nreg(k.registers, 1)
-    x = make_own_softmax(k, w, tile, memory, call)
+    x = swap_ab_ws.make_own_softmax(k, w, tile, memory, call)
     o = [T.alloc_fragment([k.cut.unit, k.rows], T.float32) for _ in range(k.cut.units)]
     held, slots = T.alloc_local([k.held], T.float32), T.alloc_local([k.cut.units], T.int32)
-    restart(work)
+    device.restart(work)
     for f in T.serial(work.fragments):
-        read_fragment(work, f)
+        device.read_fragment(work, f)
         if k.makes_keys:
             swap_ab_ws.load_own_rope_queries(k, w, work, tile, call.q_pe, memory.qp_tile)
         else:
@@ -222,15 +190,15 @@ def consume(k, w, work, tile, half, memory, call, thread):
         for i in T.serial(work.tiles):
             attend(k, w, i, work, half, thread, memory, x, o, held, slots)
         T.barrier_arrive(memory.q_free)
-        end_fragment(work)
+        device.end_fragment(work)
         softmax.finish(x, x.row_max)
         for u in list(range(k.cut.units)):
-            store(call, work, softmax.write_columns, x, o[u], x.row_sum, x.row_max, k.lefts(half)[u])
+            device.store(call, work, softmax.write_columns, x, o[u], x.row_sum, x.row_max, k.lefts(half)[u])
 
 
 def make_swap_ab_cluster(shape: DecodeShape, choice: KernelChoice):
     """A TileLang function ``mla_decode_swap_ab_cluster`` for sm_90; :class:`MLATypes` has its arguments."""
-    return _make(Static(shape, choice), MLATypes(shape), PRODUCER_REGISTERS, INLINE)
+    return _make(Static(shape, choice), MLATypes(shape), swap_ab_ws.PRODUCER_REGISTERS, INLINE)
 
 
 def _make(k: Static, types: MLATypes, streaming_registers: int, source: str):
@@ -247,25 +215,28 @@ def _make(k: Static, types: MLATypes, streaming_registers: int, source: str):
                 T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in (m.c_ring, m.k_ring)})
             thread = T.get_thread_binding()
             half = y % CLUSTER
-            tile = locate(types, k.tiling, y // CLUSTER, k.d_r)
+            tile = device.locate(types, k.tiling, y // CLUSTER, k.d_r)
             T.pdl_sync()  # TileLang launches clusters as programmatic dependents
-            work = take_work(call, cta, k.page_size, BLOCK)
+            work = device.take_work(call, cta, k.page_size, swap_ab_ws.BLOCK)
             T.pdl_trigger()
-            makers, loaders = [], [(stream, work, call.latent_cache, k.lefts(half), [m.c_ring], m.c_full, m.c_free)]
+            makers, loaders = (
+                [],
+                [(device.stream, work, call.latent_cache, k.lefts(half), [m.c_ring], m.c_full, m.c_free)],
+            )
             if k.makes_keys:
                 makers.append((first, make_keys, k, half, work, m, call, thread))
             else:
                 lefts = [tile.column + half * k.cut.rope_own]
-                loaders.append((stream, work, call.rope_cache, lefts, [m.k_ring], m.k_full, m.k_free))
+                loaders.append((device.stream, work, call.rope_cache, lefts, [m.k_ring], m.k_full, m.k_free))
             loaders.append(
-                (stream_queries, work, tile, call.q_latent, m.q_tile, m.q_full, m.q_free, half * k.cut.columns)
+                (device.stream_queries, work, tile, call.q_latent, m.q_tile, m.q_full, m.q_free, half * k.cut.columns)
             )
-            run_roles(
+            device.run_roles(
                 thread,
                 [
-                    *consumers(k.choice.warpgroups, consume, k, work, tile, half, m, call, thread),
+                    *device.consumers(k.choice.warpgroups, consume, k, work, tile, half, m, call, thread),
                     *makers,
-                    (None, run_loaders, streaming_registers, thread, first, loaders),
+                    (None, device.run_loaders, streaming_registers, thread, first, loaders),
                 ],
             )
             T.cluster_sync()  # what this CTA sent may still be on its way
@@ -282,12 +253,12 @@ class LatentStatic(Columns, latent_ws.Static):
 def multiply(k, c, n, slots, memory):
     """The sums of the n-th tile's columns: under way, not awaited."""
     units, stages = k.cut.units, k.choice.num_stages
-    begin_sums(k, c)
+    latent_ws.begin_sums(k, c)
     for u in list(range(units)):
         slots[u] = T.truncmod(n * units + u, stages)
         T.barrier_wait(memory.c_full[slots[u]], T.truncdiv(n * units + u, stages) & 1)
         if u == 0:
-            T.warpgroup_fence_operand(c.sums, num_regs=SUMS)
+            T.warpgroup_fence_operand(c.sums, num_regs=latent_ws.SUMS)
             T.warpgroup_arrive()
         for s in T.unroll(k.cut.unit // 16):
             T.call_extern(
@@ -295,8 +266,8 @@ def multiply(k, c, n, slots, memory):
                 f"multiply_weight<{k.half}>",
                 T.access_ptr(c.w[4 * (u * (k.cut.unit // 16) + s)], "r", 4),
                 c.tile_desc.data,
-                (slots[u] * (BLOCK * k.cut.unit * 2) + s // 4 * PANEL_BYTES + s % 4 * 32) >> 4,
-                T.access_ptr(c.sums[0], "rw", SUMS),
+                (slots[u] * (swap_ab_ws.BLOCK * k.cut.unit * 2) + s // 4 * latent_ws.PANEL_BYTES + s % 4 * 32) >> 4,
+                T.access_ptr(c.sums[0], "rw", latent_ws.SUMS),
             )
     T.warpgroup_commit_batch()
 
@@ -305,28 +276,28 @@ def multiply(k, c, n, slots, memory):
 def make_keys(k, half, work, memory, call, thread):
     """One warpgroup: what this CTA's columns contribute to its 64 columns of the keys of all tiles."""
     T.set_max_nreg(k.choice.registers[1], 1)
-    c, slots = KeyMaker(k, thread), T.alloc_local([k.cut.units], T.int32)
+    c, slots = latent_ws.KeyMaker(k, thread), T.alloc_local([k.cut.units], T.int32)
     T.initialize_wgmma_descriptor(c.tile_desc, memory.c_ring.access_ptr("r"), SWIZZLE_128, 1, ROW_GROUP)
-    load_weight(k, c, call, half * k.cut.columns)
+    latent_ws.load_weight(k, c, call, half * k.cut.columns)
     for e in list(range(2)):
         c.bias[e] = T.if_then_else(half == 0, c.bias[e], 0.0)
     rope_stages = k.choice.rope_stages
     for f in T.serial(work.fragments):
-        read_fragment(work, f)
+        device.read_fragment(work, f)
         for i in T.serial(work.tiles):
             n = work.done + i
             at = n * k.chunks + c.v
             multiply(k, c, n, slots, memory)
-            find_first_turns(c, work, call, work.first_token(i))
+            latent_ws.find_first_turns(c, work, call, work.first_token(i))
             T.warpgroup_wait(0)
-            T.warpgroup_fence_operand(c.sums, num_regs=SUMS)
+            T.warpgroup_fence_operand(c.sums, num_regs=latent_ws.SUMS)
             for u in list(range(k.cut.units)):
                 T.barrier_arrive(memory.c_free[slots[u]])
-            rotate(c)
+            latent_ws.rotate(c)
             T.barrier_wait(memory.k_free[at % rope_stages], ((at // rope_stages) & 1) ^ 1)
-            hand_over(k, c, memory, at % rope_stages)
+            latent_ws.hand_over(k, c, memory, at % rope_stages)
             T.barrier_arrive(memory.k_full[at % k.rope_phases])
-        end_fragment(work)
+        device.end_fragment(work)
 
 
 def make_latent_cluster(shape: DecodeShape, choice: KernelChoice):

@@ -12,22 +12,8 @@ import tilelang.language as T
 from mha2mla.kernels.machine import BARRIER, BY_ROW, GPU, WARPGROUP, Buffers
 from mha2mla.kernels.mla_decode.selection import DecodeShape, padded_latent_columns, rope_blocks, takes_turns
 from mha2mla.kernels.mla_decode.static import MLAStatic, MLATypes, load_rope_queries
-from mha2mla.kernels.split_kv import softmax
+from mha2mla.kernels.split_kv import device, softmax
 from mha2mla.kernels.split_kv.choice import KernelChoice
-from mha2mla.kernels.split_kv.device import (
-    consumers,
-    end_fragment,
-    locate,
-    read_fragment,
-    restart,
-    run_loaders,
-    run_roles,
-    store,
-    stream,
-    stream_queries,
-    take_work,
-    zero_masked,
-)
 
 BLOCK = 64  # cached tokens per tile: the M of one wgmma
 TURN = 12  # and the next: whose turn it is at the score products
@@ -165,7 +151,7 @@ def zero_masked_latent(k, work, t0, memory, pieces):
         if k.choice.warpgroups > 1:
             T.sync_threads(barrier_id=BARRIER + 2, arrive_count=k.consumers)
         for u in list(range(len(pieces))):
-            zero_masked(GPU, work, t0, BLOCK, pieces[u][1], memory.c_ring, pieces[u][0])
+            device.zero_masked(GPU, work, t0, BLOCK, pieces[u][1], memory.c_ring, pieces[u][0])
         T.fence_proxy_async()
         if k.choice.warpgroups > 1:
             T.sync_threads(barrier_id=BARRIER + 2, arrive_count=k.consumers)
@@ -239,12 +225,12 @@ def consume(k, w, work, tile, memory, call):
     x = make_own_softmax(k, w, tile, memory, call)
     o = T.alloc_fragment([k.latent_cols, k.rows], T.float32)
     parts = [T.alloc_fragment([BLOCK, k.rope.block_rows], T.float32) for _ in (k.blocks_of(w) if k.by_block else ())]
-    restart(work)
+    device.restart(work)
     if k.turns and w == 1:
         if work.fragments > 0:
             T.named_barrier_arrive(TURN, k.consumers)
     for f in T.serial(work.fragments):
-        read_fragment(work, f)
+        device.read_fragment(work, f)
         load_own_rope_queries(k, w, work, tile, call.q_pe, memory.qp_tile)
         T.fence_proxy_async()
         x.sync()
@@ -254,9 +240,9 @@ def consume(k, w, work, tile, memory, call):
         for i in T.serial(work.tiles):
             attend(k, w, f, i, work, memory, x, o, parts)
         T.barrier_arrive(memory.q_free)
-        end_fragment(work)
+        device.end_fragment(work)
         softmax.finish(x, x.row_max)
-        store(call, work, softmax.write_columns, x, o, x.row_sum, x.row_max)
+        device.store(call, work, softmax.write_columns, x, o, x.row_sum, x.row_max)
 
 
 def make_swap_ab_ws(shape: DecodeShape, choice: KernelChoice):
@@ -270,19 +256,19 @@ def make_swap_ab_ws(shape: DecodeShape, choice: KernelChoice):
                 T.annotate_min_blocks_per_sm(k.choice.ctas_per_sm)
             m = Buffers(**allocate_tiles(k), **allocate_barriers(k))
             thread = T.get_thread_binding()
-            tile = locate(types, k.tiling, y, k.d_r)
-            work = take_work(call, cta, k.page_size, BLOCK)
+            tile = device.locate(types, k.tiling, y, k.d_r)
+            work = device.take_work(call, cta, k.page_size, BLOCK)
             T.pdl_trigger()
             loaders = [
-                (stream, work, call.latent_cache, [0], [m.c_ring], m.c_full, m.c_free),
-                (stream, work, call.rope_cache, k.rope_lefts(tile.column), [m.k_ring], m.k_full, m.k_free),
-                (stream_queries, work, tile, call.q_latent, m.q_tile, m.q_full, m.q_free, 0),
+                (device.stream, work, call.latent_cache, [0], [m.c_ring], m.c_full, m.c_free),
+                (device.stream, work, call.rope_cache, k.rope_lefts(tile.column), [m.k_ring], m.k_full, m.k_free),
+                (device.stream_queries, work, tile, call.q_latent, m.q_tile, m.q_full, m.q_free, 0),
             ]
-            run_roles(
+            device.run_roles(
                 thread,
                 [
-                    *consumers(k.choice.warpgroups, consume, k, work, tile, m, call),
-                    (None, run_loaders, PRODUCER_REGISTERS, thread, k.consumers, loaders),
+                    *device.consumers(k.choice.warpgroups, consume, k, work, tile, m, call),
+                    (None, device.run_loaders, PRODUCER_REGISTERS, thread, k.consumers, loaders),
                 ],
             )
 
