@@ -5,8 +5,8 @@
 Rows, the most telling first: the conversion itself; the source over quantised KV caches; a conversion of full rank
 trained alike, which must stay at 1.000; every arm at the fewest tokens; the best arm at more tokens; the conversion
 with twice the steps of the layer fit. All arms train on one text that the source writes, and are read back and compared
-with the source in float32 on texts that none of them saw. Rows that no longer fit ``minutes`` are left out and named;
-the file is written after every row.
+with the source in float32 on texts that none of them saw. Conversions that lie in ``work`` are not made again: the
+first run makes them. No row begins after ``minutes``; those left out are named. The file is written after every row.
 """
 
 from __future__ import annotations
