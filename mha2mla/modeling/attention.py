@@ -141,11 +141,7 @@ class MLAAttention(modeling_mha2mla.MLAAttention):
         """
         layer = step.layers[self.layer_idx]
         q_nope, q_pe, latent, k_pe = self._encoded(hidden_states)
-        computes_keys = not layer.constants.geometry.has_rope_cache
         has_codes = layer.constants.geometry.has_codes
-        if k_pe is None and not computes_keys:
-            # Of what the codes give back, so that kept keys are those that would be computed when they are read.
-            k_pe = self._project(self._rounded(latent, layer.constants.geometry), self.k_rope_proj)[0][:, :, None]
         tensors = {
             "q_nope": q_nope.flatten(0, 1),
             "q_pe": q_pe.flatten(0, 1),
@@ -154,8 +150,12 @@ class MLAAttention(modeling_mha2mla.MLAAttention):
             "k_up": self._own("k_b_proj") if self.geometry.qk_nope_head_dim else None,
             "v_up": self._own("v_b_proj"),
         }
-        if computes_keys:
+        if not layer.constants.geometry.has_rope_cache:
             tensors["rope_weight"], tensors["rope_bias"] = affine_map(self.k_rope_proj, latent)
+        elif k_pe is None:  # one product: torch adds the bias of [B, S, d_c] whose rows lie apart by another kernel
+            # Of what codes give back, so that kept keys are those that would be computed when they are read.
+            read = self._rounded(tensors["latent"], layer.constants.geometry)
+            tensors["k_pe"] = self._project(read, self.k_rope_proj)[0][:, None]
         device, no_autocast = hidden_states.device.type, nullcontext()
         if torch.is_autocast_enabled(device):
             # Attention has the dtype of the cache, so autocast ends with the projections.

@@ -52,11 +52,11 @@ def test_each_kept_key_is_computed_once():
     """One call of W_KR a layer and step, with the step's new tokens alone."""
     model, counts = kept(models.mla_model("latent")), []
     hook = model.model.layers[1].self_attn.k_rope_proj.register_forward_hook(
-        lambda module, given, out: counts.append(out.shape[1])
+        lambda module, given, out: counts.append(out.shape)
     )
     run(model, LatentCache(model.config), models.tokens(2, 29))
     hook.remove()
-    assert counts == [15, 1, 1, 5, 7]
+    assert counts == [(2 * new, 6) for new in (15, 1, 1, 5, 7)]
 
 
 def test_rotary_key_cache_auto_rule():
