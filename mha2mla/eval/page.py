@@ -61,7 +61,7 @@ class Block:
 
     @property
     def headings(self) -> dict[str, str]:
-        """Of the columns that have a value somewhere."""
+        """Headings of the columns that have a value somewhere."""
         columns = self.columns or {key: key.replace("_", " ") for row in self.rows for key in row}
         return {key: head for key, head in columns.items() if any(row.get(key) not in (None, "") for row in self.rows)}
 
@@ -87,7 +87,7 @@ class Section:
 
 
 class Evidence:
-    """What was read: reports by kind, answers by prompt and model, and the files.
+    """Reports by kind, answers by prompt and model, and the files that they were read from.
 
     Raises:
         FileNotFoundError: a path that is not there.
@@ -97,7 +97,7 @@ class Evidence:
     def __init__(self, inputs: Sequence[OutputPath]) -> None:
         self.reports: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
         self.answers: dict[str, dict[str, str]] = {}  # prompt → model → answer
-        self.sampling: dict[str, dict[str, Any]] = {}  # of models whose answers are here
+        self.sampling: dict[str, dict[str, Any]] = {}  # by model whose answers are here
         self.files: list[dict[str, Any]] = []
         digests: set[str] = set()
         for path in (file for each in inputs for file in _files(Path(each).expanduser())):

@@ -135,7 +135,7 @@ def _write(
     progress: bool,
 ) -> torch.Tensor:
     """int64 [rows, length]."""
-    parts = [next(starts) for _ in range(rows)]  # of the document that each row is in: what follows once it ends
+    parts = [next(starts) for _ in range(rows)]  # by row: its document's next parts, for when a part ends
     forced = [part.pop(0) for part in parts]  # tokens that each row must emit before it may choose
     current = torch.tensor([queue.pop(0) for queue in forced], device=model.device)
     written = [current]
