@@ -390,8 +390,10 @@ def demo(
         find_checkpoint(model, "model")
     announce("loading mha2mla and torch", thread_hint(device))
     from mha2mla.demo import run_demo
+    from mha2mla.environment import keep_freed_memory
     from mha2mla.eval.measurement import wrong_rows
 
+    keep_freed_memory()
     rows = run_demo(
         model, more=more, device=device, output=output, prompt=prompt, max_new_tokens=max_new_tokens, json=record
     )

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
 LINE_INTERVAL = 30.0  # seconds between the lines of a log; what ends sooner leaves none
+_WHOLE = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left{postfix}"
+_WHOLE_LINE = "{desc}: {percentage:.0f} %, {elapsed}, {remaining} left{postfix}"
 _LINE = "{desc}: {n_fmt} of {total_fmt} {unit}s, {elapsed}, {remaining} left, {rate_fmt}{postfix}"
 
 
@@ -31,12 +37,108 @@ class _Lines:
         sys.stderr.flush()
 
 
-def progress_bar(items: Iterable[Any] | None = None, *, show: bool, **keywords: Any) -> tqdm:
-    """``tqdm(items, **keywords)`` on standard error, nothing unless ``show``."""
-    if not show or (sys.stderr is not None and sys.stderr.isatty()):
+def progress_bar(items: Iterable[Any] | None = None, *, show: bool | Span, **keywords: Any) -> Any:
+    """``tqdm(items, **keywords)`` on standard error, nothing unless ``show``; of a :class:`Span` its part of a bar."""
+    if isinstance(show, Span):
+        return _Part(show, items, **keywords)
+    if not show or _on_terminal():
         return tqdm(items, disable=not show, **keywords)
     rarely = {"mininterval": LINE_INTERVAL, "delay": LINE_INTERVAL, "miniters": 1, "bar_format": _LINE}
     return tqdm(items, disable=sys.stderr is None, file=_Lines(), **rarely, **keywords)
+
+
+def _on_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of one bar over a whole job, from ``start`` to ``stop`` percent."""
+
+    bar: tqdm
+    start: float = 0.0
+    stop: float = 100.0
+
+    def skip(self, share: float = 1.0) -> None:
+        """Puts the bar there without counting that as speed: what an earlier run had done."""
+        found = max(0.0, self.start + (self.stop - self.start) * share - self.bar.n)
+        self.bar.initial += found
+        self.bar.n += found
+
+    def move(self, share: float, what: str) -> None:
+        """Puts the bar where ``share`` of this span is done."""
+        self.bar.set_postfix_str(what, refresh=False)
+        self.bar.update(max(0.0, self.start + (self.stop - self.start) * min(share, 1.0) - self.bar.n))
+
+
+def split(progress: bool | Span, *shares: float) -> list[bool] | list[Span]:
+    """Parts of a span one behind another, in proportion to ``shares`` of the time; a bool for each where it is one."""
+    if not isinstance(progress, Span):
+        return [progress] * len(shares)
+    width = (progress.stop - progress.start) / sum(shares)
+    ends = [progress.start + width * sum(shares[:count]) for count in range(len(shares) + 1)]
+    return [replace(progress, start=start, stop=stop) for start, stop in pairwise(ends)]
+
+
+class _Part:
+    """A stage's bar, as a part of the whole job's: what of tqdm the stages call."""
+
+    def __init__(
+        self, span: Span, items: Any = None, *, desc: str, unit: str, total: int | None = None, initial: int = 0
+    ) -> None:
+        self._span, self._items, self._done = span, items, initial
+        self._total, self._what, self._more = total if items is None else len(items), f"{desc}, {unit}", ""
+        span.skip(initial / max(1, self._total))
+
+    def __iter__(self) -> Iterator[Any]:
+        self.update(0)
+        for item in self._items:
+            yield item
+            self.update()
+
+    def update(self, count: int = 1) -> None:
+        self._done += count
+        self._span.move(self._done / max(1, self._total), f"{self._what} {self._done} of {self._total}{self._more}")
+
+    def set_postfix(self, values: dict[str, Any], refresh: bool = False) -> None:
+        self._more = "".join(f", {name} {value}" for name, value in values.items())
+
+    def __enter__(self) -> _Part:
+        self.update(0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def whole_bar(desc: str, *, show: bool) -> Iterator[Span | bool]:
+    """One bar over a whole job, with the time left; False where nothing is shown.
+
+    A thread refreshes it where a single layer takes minutes.
+    """
+    if not show or sys.stderr is None:
+        yield False
+        return
+    log = {} if _on_terminal() else {"mininterval": LINE_INTERVAL, "delay": LINE_INTERVAL, "file": _Lines()}
+    shape = _WHOLE if _on_terminal() else _WHOLE_LINE
+    ended = threading.Event()
+    with tqdm(total=100, desc=desc, bar_format=shape, smoothing=0, miniters=0, **log) as bar:
+
+        def beat() -> None:
+            while not ended.wait(1.0 if _on_terminal() else LINE_INTERVAL):
+                if time.time() - bar.last_print_t >= bar.mininterval:
+                    bar.last_print_t = time.time()
+                    bar.refresh()
+
+        beating = threading.Thread(target=beat, daemon=True)
+        beating.start()
+        try:
+            yield Span(bar)
+            bar.update(100 - bar.n)
+        finally:
+            ended.set()
+            beating.join()
 
 
 class ForgivingStream:

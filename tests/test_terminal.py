@@ -121,3 +121,35 @@ def test_convert_with_closed_streams(tiny_source, tmp_path):
     assert subprocess.run(["bash", "-c", command], env=environment, check=False).returncode == 0
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "mha2mla"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_one_bar_spans_the_stages_of_a_job(monkeypatch):
+    log = io.StringIO()
+    monkeypatch.setattr("sys.stderr", log)
+    monkeypatch.setattr(terminal, "LINE_INTERVAL", 0.0)
+    with terminal.whole_bar("converting", show=True) as bar:
+        first, skipped, last = terminal.split(bar, 1, 2, 1)
+        assert [(span.start, span.stop) for span in (first, skipped, last)] == [(0, 25), (25, 75), (75, 100)]
+        for _ in terminal.progress_bar([1, 2], show=first, desc="check", unit="tensor"):
+            pass
+        skipped.skip()  # no speed: the time left is that of the rest
+        assert (bar.bar.n, bar.bar.initial) == (75, 50)
+        with terminal.progress_bar(show=last, desc="verify", unit="layer", total=2, initial=1) as part:
+            part.set_postfix({"loss": "0.1"})
+            part.update()
+    lines = log.getvalue().splitlines()
+    assert "converting: 12 %" in log.getvalue() and "check, tensor 1 of 2" in log.getvalue()
+    assert "converting: 100 %" in lines[-1] and lines[-1].endswith("verify, layer 2 of 2, loss 0.1")
+    assert terminal.split(True, 1, 1) == [True, True]
+
+
+def test_a_bar_beats_where_a_stage_is_silent(monkeypatch):
+    """A layer may take minutes; a log gets a line all the same."""
+    log = io.StringIO()
+    monkeypatch.setattr("sys.stderr", log)
+    monkeypatch.setattr(terminal, "LINE_INTERVAL", 0.01)
+    with terminal.whole_bar("converting", show=True):
+        while "converting: 0 %" not in log.getvalue():
+            pass
+    with terminal.whole_bar("converting", show=False) as bar:
+        assert bar is False

@@ -19,7 +19,7 @@ from mha2mla.conversion.families.spec import visible
 from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION, UNGROUPED_SDPA, ungrouped_sdpa
 from mha2mla.conversion.source.streaming import BATCH_TOKENS, StreamedModel
 from mha2mla.predictions import QUALITY_METRICS, LogitsOf, Metric, Predictions, compare_predictions, join_windows
-from mha2mla.terminal import progress_bar
+from mha2mla.terminal import Span, progress_bar
 
 _BLOCK = 1 << 23  # numbers of one block of scores
 _HEAD_BLOCK = 1 << 24  # numbers of one slice of the head
@@ -89,7 +89,7 @@ def compare(
     folder: Path,
     by_layer: bool = True,
     spill_bytes: int = SPILL_BYTES,
-    progress: bool = True,
+    progress: bool | Span = True,
 ) -> ParityReport:
     """Runs both models over ``tokens`` [windows, length], one layer of each in memory at a time.
 

@@ -24,6 +24,7 @@ from mha2mla.conversion.result.destination import check_destination
 from mha2mla.conversion.source.opening import OpenedFolder, Source, open_source
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.environment import compute_device
+from mha2mla.terminal import Span
 from mha2mla.texts import check_text
 
 EVALUATION_TEXT = "builtin:prose"
@@ -39,7 +40,7 @@ _KINDS: Mapping[str, tuple[Any, str]] = {
     "evaluation": ((str, os.PathLike, torch.Tensor), _TEXT),
     "calibration": ((str, os.PathLike, torch.Tensor, list, tuple, type(None)), _TEXT),
     "overwrite": _FLAG,
-    "progress": _FLAG,
+    "progress": ((bool, Span), "True or False"),
 }
 _LEAST = {"spill_bytes": 0, "max_shard_bytes": 0, "evaluation_tokens": 2}
 
@@ -66,7 +67,7 @@ class Arguments:
     compute_dtype: torch.dtype
     overwrite: bool
     resume: str
-    progress: bool
+    progress: bool | Span
     spill_bytes: int
     max_shard_bytes: int
 

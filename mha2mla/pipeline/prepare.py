@@ -29,6 +29,7 @@ from mha2mla.environment import cache_folder, device_name, installed_version
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.pipeline.check import Plan
+from mha2mla.terminal import Span
 from mha2mla.texts import DATASET, DIVERSE, GENERATED, text_identity
 
 _TEXT, _RANKS = "text", "layer-ranks"  # pieces of the work
@@ -76,10 +77,18 @@ def open_work(plan: Plan, folder: Path, weights: dict[str, FileIdentity]) -> Wor
     return work
 
 
-def prepare(plan: Plan, work: WorkFolder, folder: Path, files: Mapping[str, FileIdentity]) -> Prepared:
+def prepare(
+    plan: Plan,
+    work: WorkFolder,
+    folder: Path,
+    files: Mapping[str, FileIdentity],
+    text: bool | Span,
+    search: bool | Span,
+) -> Prepared:
     """Finds out what layers depend on, or takes it from ``work``.
 
     Args:
+        text, search: progress of the calibration text and of the search for ranks.
         folder: where activations go that are larger than ``spill_bytes``.
         files: of the source.
     """
@@ -91,24 +100,29 @@ def prepare(plan: Plan, work: WorkFolder, folder: Path, files: Mapping[str, File
         spec,
         (geometry,) * spec.num_layers,
         recipe,
-        None if plan.calibration is None else _windows(plan, work, files),
+        None if plan.calibration is None else _windows(plan, work, files, text),
         folder,
         weights_dtype=arguments.dtype,
         spill_bytes=arguments.spill_bytes,
     )
     searches, ranks = {}, None
     if recipe.searches_layer_ranks and not geometry.is_full_rank:
-        ranks, searches["layer_rank_losses"] = _measured_ranks(plan, work, walk)
+        ranks, searches["layer_rank_losses"] = _measured_ranks(plan, work, walk, search)
         searches["layer_ranks"] = ranks
+    for each in (text, search):
+        if isinstance(each, Span):
+            each.skip()
     return Prepared(plan, geometry, replace(walk, geometries=recipe.geometries(spec, ranks)), searches)
 
 
-def _measured_ranks(plan: Plan, work: WorkFolder, walk: LayerWalk) -> tuple[list[int], dict[str, list[float]]]:
+def _measured_ranks(
+    plan: Plan, work: WorkFolder, walk: LayerWalk, progress: bool | Span
+) -> tuple[list[int], dict[str, list[float]]]:
     """A rank for every layer and what each rank loses, or what an earlier run found on the same text."""
     text, saved = tensor_hash(walk.windows.tokens), work.get(_RANKS)
     if saved is not None and saved[1]["calibration"] == text:
         return saved[1]["chosen"], saved[1]["losses"]
-    chosen, losses = choose_layer_ranks(walk, progress=plan.arguments.progress)
+    chosen, losses = choose_layer_ranks(walk, progress=progress)
     work.put(_RANKS, {}, {"calibration": text, "chosen": chosen, "losses": losses})
     plan.arguments.say(f"{_RANKS}: {chosen} loses least of {losses}")
     return chosen, losses
@@ -121,7 +135,7 @@ def layer_inputs(prepared: Prepared) -> dict[str, Any]:
     return {"geometries": shapes, "calibration": None if windows is None else tensor_hash(windows.tokens)}
 
 
-def _windows(plan: Plan, work: WorkFolder, files: Mapping[str, FileIdentity]) -> TokenBlocks:
+def _windows(plan: Plan, work: WorkFolder, files: Mapping[str, FileIdentity], progress: bool | Span) -> TokenBlocks:
     say, piece = plan.arguments.say, work.get(_TEXT)
     if piece is None:
         kept = _kept_text(plan, files)
@@ -138,7 +152,7 @@ def _windows(plan: Plan, work: WorkFolder, files: Mapping[str, FileIdentity]) ->
                 tokens=plan.recipe.calibration.tokens,
                 seed=plan.recipe.calibration.seed,
                 device=plan.model.device,
-                progress=plan.arguments.progress,
+                progress=progress,
                 work=work,
             )
             piece = {"windows": windows.tokens}, {"lengths": windows.lengths}

@@ -16,6 +16,7 @@ from mha2mla.conversion.source.checkpoint import CheckpointReader
 from mha2mla.conversion.source.opening import OpenedFolder
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.pipeline.check import Arguments, HeldOut
+from mha2mla.terminal import split
 
 FULL_RANK_TOLERANCE = 1e-4  # relative error of float32 logits
 
@@ -48,10 +49,12 @@ def verify(
     converted = StreamedModel(config, reader, model.sliding_windows, device=model.device, dtype=model.dtype)
     if different := sorted(reader.names() ^ converted.expected_names()):
         raise CheckpointError(f"written tensors are not the model's: {', '.join(different[:5])}")
-    compared = partial(
-        compare, model, converted, folder=folder, spill_bytes=arguments.spill_bytes, progress=arguments.progress
-    )
-    parities = [compared(each.tokens, by_layer=each is held_out[0]) for each in held_out]
+    compared = partial(compare, model, converted, folder=folder, spill_bytes=arguments.spill_bytes)
+    spans = split(arguments.progress, *(each.tokens.numel() for each in held_out))
+    parities = [
+        compared(each.tokens, by_layer=each is held_out[0], progress=span)
+        for each, span in zip(held_out, spans, strict=True)
+    ]
     error = parities[0].logits_relative_error
     if exact is not None and config.layer_geometry(0).has_codes:
         config.latent_bits = 16

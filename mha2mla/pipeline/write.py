@@ -18,7 +18,7 @@ from mha2mla.conversion.source.opening import TOKENIZER_CONFIG, OpenedFolder, re
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.pipeline.check import Arguments
 from mha2mla.pipeline.prepare import Prepared
-from mha2mla.terminal import progress_bar
+from mha2mla.terminal import Span, progress_bar
 
 if TYPE_CHECKING:
     from mha2mla.modeling.config import MHA2MLAConfig
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _SAMPLE = "It's 1234 or 5.6e7;\n\n    if x_1 >= 2:\treturn 'naïve café'  # don't\r\n日本語 Привет 🙂 www.A-B.com "
 
 
-def convert_layers(prepared: Prepared, layers: FinishedLayers) -> None:
+def convert_layers(prepared: Prepared, layers: FinishedLayers, progress: bool | Span) -> None:
     """Converts the layers that are not in ``layers`` and puts them there, one by one."""
     plan, arguments = prepared.plan, prepared.plan.arguments
     count, done = plan.spec.num_layers, len(layers)
@@ -35,7 +35,7 @@ def convert_layers(prepared: Prepared, layers: FinishedLayers) -> None:
         kept = layers.work.folder
         arguments.say(f"going on after {done} of {count} layers that an interrupted conversion left in {kept}")
     walk = replace(prepared.walk, done=layers)
-    with progress_bar(desc="convert", unit="layer", total=count, initial=done, show=arguments.progress) as bar:
+    with progress_bar(desc="convert", unit="layer", total=count, initial=done, show=progress) as bar:
         for converted in walk if done < count else ():
             layers.add(converted.layer, converted.tensors, converted.record())
             if converted.fallback:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from mha2mla.conversion.calibration.batch_decoder import decoder, rows_at_once
 from mha2mla.conversion.resume import WorkFolder
 from mha2mla.environment import usual_dtype
-from mha2mla.terminal import progress_bar
+from mha2mla.terminal import Span, progress_bar, split
 from mha2mla.texts import DIVERSE, end_tokens, plain_tokens, prompts, start_tokens
 
 _BLANK_SHARE = 1 / 3  # share of documents that begin with any word
@@ -31,12 +31,13 @@ def generator_of(
     *,
     seed: int,
     device: torch.device,
-    progress: bool = False,
+    progress: Iterable[bool | Span] = (),
     work: WorkFolder | None = None,
 ) -> Callable[[str, int, int], torch.Tensor]:
     """Name of a generated text, length and number of windows -> as many windows of tokens, for ``texts.mixed_windows``.
 
     The whole model is loaded when it first writes, and kept for other lengths: bfloat16 on CUDA, float32 on a CPU.
+    ``progress`` has the span of each call.
     """
 
     @functools.cache
@@ -44,10 +45,14 @@ def generator_of(
         made = AutoModelForCausalLM.from_pretrained(folder, dtype=usual_dtype(device), trust_remote_code=False)
         return made.eval().to(device)
 
-    # Texts of different lengths begin with different prompts.
-    return lambda name, length, count: generate_windows(
-        model(), tokenizer, length, count, seed=seed + length, diverse=name == DIVERSE, progress=progress, work=work
-    )
+    calls = iter(progress)
+
+    def generate(name: str, length: int, count: int) -> torch.Tensor:
+        how = {"diverse": name == DIVERSE, "progress": next(calls, False), "work": work}
+        # Texts of different lengths begin with different prompts.
+        return generate_windows(model(), tokenizer, length, count, seed=seed + length, **how)
+
+    return generate
 
 
 @torch.inference_mode()
@@ -60,7 +65,7 @@ def generate_windows(
     seed: int,
     diverse: bool = False,
     row: int = ROW,
-    progress: bool = False,
+    progress: bool | Span = False,
     work: WorkFolder | None = None,
 ) -> torch.Tensor:
     """Samples windows, at temperature 1 as LLM-QAT (arXiv 2305.17888) does for its training data.
@@ -96,7 +101,8 @@ def generate_windows(
     starts = _diverse_documents(tokenizer, ends, draw) if diverse else _documents(tokenizer, draw)
     write = functools.partial(_write, model, ends, starts, written)
     made = []
-    for done in range(0, count * pieces, rows):
+    batches = range(0, count * pieces, rows)
+    for done, part in zip(batches, split(progress, *[1.0] * len(batches)), strict=True):
         piece = f"{PIECES}{'diverse-' if diverse else ''}{length}-{done:07d}"
         if work is not None and (kept := work.get(piece)):
             (tensors, (version, state, gauss)) = kept
@@ -104,7 +110,7 @@ def generate_windows(
             draw.setstate((version, tuple(state), gauss))
             made.append(tensors["rows"])
             continue
-        made.append(write(min(rows, count * pieces - done), generator, progress))
+        made.append(write(min(rows, count * pieces - done), generator, part))
         if work is not None:
             work.put(piece, {"rows": made[-1], "generator": generator.get_state()}, draw.getstate())
     first = torch.tensor(start_tokens(tokenizer), dtype=torch.int64)
@@ -132,7 +138,7 @@ def _write(
     length: int,
     rows: int,
     generator: torch.Generator,
-    progress: bool,
+    progress: bool | Span,
 ) -> torch.Tensor:
     """int64 [rows, length]."""
     parts = [next(starts) for _ in range(rows)]  # by row: its document's next parts, for when a part ends

@@ -14,7 +14,8 @@ from mha2mla.conversion.calibration.generated_text import generator_of
 from mha2mla.conversion.extension import CalibrationSource
 from mha2mla.conversion.resume import WorkFolder
 from mha2mla.conversion.source.opening import OpenedFolder, Source
-from mha2mla.texts import CHARACTERS_PER_TOKEN, load_text, mixed_windows, token_windows
+from mha2mla.terminal import Span, split
+from mha2mla.texts import CHARACTERS_PER_TOKEN, GENERATED, load_text, mixed_windows, token_windows
 
 
 def calibration_windows(
@@ -25,7 +26,7 @@ def calibration_windows(
     tokens: int,
     seed: int,
     device: torch.device,
-    progress: bool = False,
+    progress: bool | Span = False,
     work: WorkFolder | None = None,
 ) -> TokenBlocks:
     """Windows of every length, the same number of tokens of each, drawn from ``text`` or written by the source.
@@ -46,7 +47,8 @@ def calibration_windows(
     if not isinstance(text, str | CalibrationSource):
         return TokenBlocks.of([_checked(part, "calibration", source) for part in listed(text)])
     tokenizer, longest = _tokenizer_of(source, "calibration"), max(lengths)
-    generate = generator_of(source.folder, tokenizer, seed=seed, device=device, progress=progress, work=work)
+    calls = split(progress, *[1.0] * len(lengths) * max(1, str(text).count(GENERATED)))
+    generate = generator_of(source.folder, tokenizer, seed=seed, device=device, progress=calls, work=work)
     blocks = max(1, tokens // len(lengths) // longest)
     parts = []
     for length in lengths:

@@ -23,7 +23,7 @@ from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.conversion.target import GRANULE, fast_rank
 from mha2mla.geometry import MLAGeometry
 from mha2mla.predictions import kl_divergence
-from mha2mla.terminal import progress_bar
+from mha2mla.terminal import Span, progress_bar
 
 # Shares of the uniform rank at which layers are measured. No layer gets less than the first: below it a loss can
 # rise far faster than between two (layer 0 of Qwen2.5-0.5B, rank 80 to 32: 11 times; from 80 and 128 one expects 1.8).
@@ -37,7 +37,9 @@ _BATCH_TOKENS = 16384
 _PREDICTED_TOKENS = 512  # at a time: each has a probability for every token of the vocabulary
 
 
-def choose_layer_ranks(walk: LayerWalk, *, progress: bool = False) -> tuple[list[int], dict[str, list[float | None]]]:
+def choose_layer_ranks(
+    walk: LayerWalk, *, progress: bool | Span = False
+) -> tuple[list[int], dict[str, list[float | None]]]:
     """A rank for every layer, and rank → what it loses in each.
 
     The ranks of all layers add up to what the uniform rank of ``walk`` gives, at most. A loss is the Kullback-Leibler
@@ -77,7 +79,7 @@ def most_rank(geometry: MLAGeometry, step: int) -> int:
 
 
 def measure_losses(
-    walk: LayerWalk, geometries: Sequence[MLAGeometry], judged: TokenBlocks, *, progress: bool = False
+    walk: LayerWalk, geometries: Sequence[MLAGeometry], judged: TokenBlocks, *, progress: bool | Span = False
 ) -> list[list[float]]:
     """Per layer, the divergence of the predictions on ``judged`` when that layer alone is converted to each of
     ``geometries``, on the windows of ``walk``; these differ in rank or rotary width, and statistics are what the first

@@ -23,7 +23,7 @@ from mha2mla.conversion.source.checkpoint import INDEX_FILE, SINGLE_FILE, Checkp
 from mha2mla.conversion.source.files import FileIdentity, companions, identify
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.stored_tensors import FREQUENCIES, StoredParameters, check_frequencies
-from mha2mla.terminal import progress_bar
+from mha2mla.terminal import Span, progress_bar
 
 _ADAPTER_FILE = "adapter_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -84,7 +84,7 @@ class OpenedFolder:
             identify(self.folder, [*index, *self.companions]),
         )
 
-    def check_weights(self, *, progress: bool = False) -> None:
+    def check_weights(self, *, progress: bool | Span = False) -> None:
         """Reads every tensor once.
 
         Raises:
