@@ -192,6 +192,26 @@ FAULTS = tuple(
 ? tests/modeling/test_forms.py
 -latent = dequantize_latent(latent, stored["latent_scale"], self.dtype)
 +latent = latent.to(self.dtype)
+# attention over a first call reads its latents and not their codes
+@ mha2mla/modeling/attention.py
+? tests/modeling/test_latent_codes.py -k whole
+-latent = latent if layer.is_empty and not has_codes else cached
++latent = latent if layer.is_empty else cached
+# kept rotary keys are of the latents and not of their codes
+@ mha2mla/modeling/attention.py
+? tests/modeling/test_latent_codes.py -k kept_keys
+-read = self._rounded(tensors["latent"], layer.constants.geometry)
++read = tensors["latent"]
+# rows of sinks are coded from the center of ordinary ones
+@ mha2mla/kernels/group_codes.py
+? tests/kernels/test_group_codes.py -k nearer_center
+-is_second = second.square().sum(-1) < first.square().sum(-1)
++is_second = second.square().sum(-1) < 0 * first.square().sum(-1)
+# a basis is folded into the encoder alone
+@ mha2mla/conversion/latent/basis.py
+? tests/conversion/latent/test_basis.py -k folding
+-for name in ("k_b_proj", "v_b_proj", "k_rope_proj.weight"):
++for name in ("k_b_proj", "v_b_proj"):
 # angles are counted in bfloat16
 @ mha2mla/modeling/modeling_mha2mla.py
 ? tests/modeling/test_checkpoint.py tests/modeling/test_forms.py

@@ -58,7 +58,7 @@ def verify(
     error = parities[0].logits_relative_error
     if exact is not None and config.layer_geometry(0).has_codes:
         config.latent_bits = 16
-        error = compared(held_out[0].tokens, by_layer=False).logits_relative_error
+        error = compared(held_out[0].tokens, by_layer=False, progress=False).logits_relative_error
     converted.source.release()
     dtypes = (arguments.compute_dtype, arguments.written_dtype(opened), opened.dtype)
     computed, written, source = (torch.finfo(dtype).eps for dtype in dtypes)

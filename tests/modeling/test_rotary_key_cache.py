@@ -70,6 +70,10 @@ def test_rotary_key_cache_auto_rule():
         assert config.cache_bytes_per_token(2) == bytes_per_token and cache_bytes(config, 5, 4) == 10 * bytes_per_token
         assert config.layer_geometry(1).cache_numel_per_token == 76  # the checkpoint's
     assert not keeps_rotary_keys(models.mla_config("shared", rotary_key_cache="auto"))
+    wide = models.mla_config("latent", kv_lora_rank=512, qk_rope_head_dim=64, rotary_key_cache="auto")
+    assert keeps_rotary_keys(wide)
+    wide.latent_bits = 4  # 128 bytes beside 320
+    assert not keeps_rotary_keys(wide)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static", None])
