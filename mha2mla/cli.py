@@ -521,7 +521,12 @@ def write_report(
 
 @app.command
 def export(
-    checkpoint: str, destination: str, /, *, format: Literal["deepseek-v3", "remote-code"] = "remote-code"
+    checkpoint: str,
+    destination: str,
+    /,
+    *,
+    format: Literal["deepseek-v3", "remote-code"] = "remote-code",
+    engine: Literal["transformers", "vllm", "sglang"] | None = None,
 ) -> None:
     """Writes a converted checkpoint for programs that do not have this package.
 
@@ -530,14 +535,16 @@ def export(
     Args:
         checkpoint: folder of a converted checkpoint; never written to.
         destination: folder to write; appears whole or not at all.
-        format: deepseek-v3 for the classes that transformers has; remote-code for this version's code and the weights,
-            which trust_remote_code=True runs.
+        format: deepseek-v3 for the DeepSeek-V3 classes of an engine; remote-code for this version's code and the
+            weights, which trust_remote_code=True runs.
+        engine: whose classes deepseek-v3 is for; default transformers. vLLM and SGLang refuse
+            a folder for transformers, and transformers one for them.
     """
     find_converted(checkpoint, "checkpoint")
     announce(f"reading {checkpoint}")
     from mha2mla.serving.export import export as run
 
-    print(f"written: {run(checkpoint, destination, format)}")
+    print(f"written: {run(checkpoint, destination, format, engine)}")
 
 
 @app.command

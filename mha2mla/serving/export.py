@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mha2mla.checkpoints import CONFIG_FILE, NamedError, find_converted, read_json
+from mha2mla.checkpoints import CONFIG_FILE, find_converted, read_json
 from mha2mla.conversion.result.card import CARD_FILE, PLOT_FILE, RECORD_FILE
 from mha2mla.conversion.result.destination import check_destination, temporary_folder
 from mha2mla.conversion.result.writer import ShardedWriter
@@ -24,44 +24,61 @@ FORMATS = ("deepseek-v3", "remote-code")
 _DEEPSEEK_CARD = """
 ## This export
 
-Written by `mha2mla export --format deepseek-v3`: the tensors are those of transformers' `DeepseekV3ForCausalLM`, which
-loads this folder without the package and without code of its own. The numbers above were measured before the export.
+Written by `mha2mla export --format deepseek-v3 --engine {engine}` for the `DeepseekV3ForCausalLM` of {engine}, which
+loads this folder without the package and without code of its own. {others}. The numbers above were measured before the
+export.
+"""
+_SCALED_CARD = """
+The rows of `kv_a_proj_with_mqa` that make the latent are scaled by about 2^-40. **Do not run this folder in float16**,
+which flushes them to zero, **and do not quantise it** (weights, or activations behind that product): a scale that
+latent and rotary rows share flushes the latent to zero. Use bfloat16 or float32.
 """
 
 
-def export(folder: str | os.PathLike[str], destination: str | os.PathLike[str], format: str) -> Path:
+def export(
+    folder: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    format: str,
+    engine: deepseek.Engine | None = None,
+) -> Path:
     """Writes a converted checkpoint in another format; the result appears whole or not at all.
 
     Args:
         folder: of a converted checkpoint; never written to.
         destination: folder to make.
-        format: "deepseek-v3", for transformers' own classes, where the logits are the same; or "remote-code": the same
+        format: "deepseek-v3", for DeepSeek-V3's classes, where the logits are the same; or "remote-code": the same
             weights beside this version's code, for ``from_pretrained(…, trust_remote_code=True)``.
+        engine: whose DeepSeek-V3 classes, with format "deepseek-v3" alone: "transformers" (None), "vllm" or "sglang".
 
     Returns:
         ``destination``.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        ValueError: there is no such format; the checkpoint was not converted, or cannot be expressed in it, with every
-            reason; or the destination exists.
+        ValueError: there is no such format or engine; the checkpoint was not converted, or cannot be expressed in it,
+            with every reason; or the destination exists.
     """
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}; expected one of {FORMATS}")
+    if engine is not None and format != "deepseek-v3":
+        raise ValueError(f"engine is {engine!r} with format {format!r}; expected an engine with 'deepseek-v3' alone")
+    engine = engine or "transformers"
+    if engine not in deepseek.ENGINES:
+        raise ValueError(f"engine is {engine!r}; expected one of {deepseek.ENGINES}")
     source, destination = Path(find_converted(folder, "checkpoint")), Path(destination).expanduser()
     check_destination(destination, source, overwrite=False)
     opened = open_converted(source)
     config, reader = opened.config, opened.reader
     opened.model(torch.device("cpu"), torch.float32)
-    frequencies = _frequencies(config, reader) if format == "deepseek-v3" else None
+    frequencies = _frequencies(config, engine, reader) if format == "deepseek-v3" else None
     with temporary_folder(destination, overwrite=False) as work:
         opened.check_weights()
         copy_files(source, opened.companions, work)
         if frequencies is None:
             _write_remote_code(source, work, reader)
         else:
-            _write_deepseek(config, frequencies, reader, work)
-        _copy_card_and_record(source, work, format)
+            _write_deepseek(config, frequencies, engine, reader, work)
+        _copy_card_and_record(source, work, format, engine)
     return destination
 
 
@@ -72,12 +89,14 @@ def _write_remote_code(source: Path, work: Path, reader: CheckpointReader) -> No
     copy_files(source, [*reader.files(), *index], work)
 
 
-def _copy_card_and_record(source: Path, work: Path, format: str) -> None:
+def _copy_card_and_record(source: Path, work: Path, format: str, engine: deepseek.Engine) -> None:
     """The model card with its plot, and conversion.json with the digests of the weights and code of the export."""
     copy_files(source, [name for name in (CARD_FILE, PLOT_FILE) if (source / name).is_file()], work)
     if format == "deepseek-v3" and (work / CARD_FILE).is_file():
         with open(work / CARD_FILE, "a", encoding="utf-8") as card:
-            card.write(_DEEPSEEK_CARD)
+            is_scaled = engine != "transformers"
+            others = "transformers refuses it" if is_scaled else "vLLM and SGLang refuse it"
+            card.write(_DEEPSEEK_CARD.format(engine=engine, others=others) + _SCALED_CARD * is_scaled)
     if (source / RECORD_FILE).is_file():
         weights = identify(work, CheckpointReader(work).files())
         code = identify(work, [name for name in CODE_FILES if (work / name).is_file()])
@@ -85,31 +104,37 @@ def _copy_card_and_record(source: Path, work: Path, format: str) -> None:
             f"{kind}_sha256": {name: each.sha256 for name, each in files.items()}
             for kind, files in (("weights", weights), ("code", code))
         }
-        _write_json(work / RECORD_FILE, {**read_json(source, RECORD_FILE), **digests, "exported_as": format})
+        exported = {"exported_as": format} | ({"exported_for": engine} if format == "deepseek-v3" else {})
+        _write_json(work / RECORD_FILE, {**read_json(source, RECORD_FILE), **digests, **exported})
 
 
-def _frequencies(config: MHA2MLAConfig, reader: CheckpointReader) -> deepseek.Frequencies:
-    reasons = deepseek.refusals(config)
-    if not reasons:
+def _frequencies(config: MHA2MLAConfig, engine: deepseek.Engine, reader: CheckpointReader) -> deepseek.Frequencies:
+    reasons = deepseek.refusals(config, engine)
+    layers = range(config.num_hidden_layers)
+    if config.has_rope_cache and all(config.layer_geometry(index).num_rope_heads == 1 for index in layers):
+        rope = config.source_config.get("rope_parameters") or config.source_config
+        theta = float(rope.get("rope_theta") or 10000.0)
+        names = [f"model.layers.{index}.self_attn.inv_freq" for index in layers]
+        tables = [reader.tensor(name) for name in names]
+        for name, table in zip(names, tables, strict=True):
+            check_frequencies(name, table)
         try:
-            rope = config.source_config.get("rope_parameters") or config.source_config
-            theta = float(rope.get("rope_theta") or 10000.0)
-            names = [_attention(index) + "inv_freq" for index in range(config.num_hidden_layers)]
-            tables = [reader.tensor(name) for name in names]
-            for name, table in zip(names, tables, strict=True):
-                check_frequencies(name, table)
-            return deepseek.place_frequencies(tables, theta, config.head_dim)
-        except NamedError:
-            raise
+            frequencies = deepseek.place_frequencies(tables, theta, config.head_dim, engine)
         except ValueError as error:
-            reasons = [str(error)]
-    raise ValueError(f"DeepSeek-V3's classes cannot express this checkpoint: {'; '.join(reasons)}")
+            reasons.append(str(error))
+    if reasons:
+        raise ValueError(f"DeepSeek-V3's classes cannot express this checkpoint: {'; '.join(reasons)}")
+    return frequencies
 
 
 def _write_deepseek(
-    config: MHA2MLAConfig, frequencies: deepseek.Frequencies, reader: CheckpointReader, work: Path
+    config: MHA2MLAConfig,
+    frequencies: deepseek.Frequencies,
+    engine: deepseek.Engine,
+    reader: CheckpointReader,
+    work: Path,
 ) -> None:
-    values = deepseek.deepseek_config(config, frequencies)
+    values = deepseek.deepseek_config(config, frequencies, engine)
     _write_json(work / "config.json", values)
     writer = ShardedWriter(work)
     for name in sorted(reader.names()):
@@ -119,16 +144,15 @@ def _write_deepseek(
     if "lm_head.weight" not in reader.names():
         writer.add("lm_head.weight", embeddings)
     for index in range(config.num_hidden_layers):
-        prefix = _attention(index)
-        tensors = deepseek.layer_tensors(config, index, frequencies, lambda name, at=prefix: reader.tensor(at + name))
+        prefix = f"model.layers.{index}."
+        tensors = deepseek.layer_tensors(
+            config, index, frequencies, engine, lambda name, at=prefix: reader.tensor(at + name)
+        )
         for name, tensor in tensors:
             writer.add(prefix + name, tensor)
-    writer.add(deepseek.GUARD, torch.ones(1, dtype=embeddings.dtype))
+    if engine == "transformers":
+        writer.add(deepseek.GUARD, torch.ones(1, dtype=embeddings.dtype))
     writer.finish()
-
-
-def _attention(layer: int) -> str:
-    return f"model.layers.{layer}.self_attn."
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

@@ -52,7 +52,10 @@ def test_deepseeks_classes_give_the_same_logits(tmp_path, maps):
     export(tmp_path / "mla", tmp_path / "deepseek", "deepseek-v3")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "deepseek").eval()
     assert isinstance(theirs, DeepseekV3ForCausalLM)
-    assert theirs.config.qk_rope_head_dim == 8 and theirs.config.kv_lora_rank == latent_width(24) == 32
+    assert (
+        theirs.config.qk_rope_head_dim == 8
+        and theirs.config.kv_lora_rank == latent_width(model.config, "transformers") == 32
+    )
     ids = tokens(2, 40)
     expected = model(ids).logits
     latents = max(float(layer.self_attn.kv_a_proj.weight.norm()) for layer in model.model.layers)
@@ -79,7 +82,7 @@ def test_export_names_the_bias_engines_would_drop(tmp_path):
         ("shared", {}, "queries have a bias"),
         ("shared", {"attention_q_bias": False}, "keys and values have a bias"),
         ("shared", {**BIAS_FREE, "attention_o_bias": True}, "o_proj has a bias"),
-        ("per layer", {}, "ranks of the layers differ"),
+        ("per layer", {}, "layers differ in more than their rank"),
         ("per-head", {}, "normalised before RoPE"),
         ("sliding", {**SHARED, **BIAS_FREE}, r"sliding window \(\[9\]\)"),
         ("shared", {**BIAS_FREE, "rope_attention_scaling": 1.3}, "scaled by"),
@@ -96,33 +99,41 @@ def test_what_deepseek_cannot_hold_is_refused_by_name(tmp_path, case, keys, reas
 
 
 def test_frequencies_in_no_table_are_refused():
-    found = place_frequencies(table(2, lambda layer: (0, 2) if layer else (2, 1)), 10000.0, 8)
+    found = place_frequencies(table(2, lambda layer: (0, 2) if layer else (2, 1)), 10000.0, 8, "transformers")
     assert (found.width, found.places) == (6, ((2, 1), (0, 2))) or (found.width, found.places) == (8, ((2, 1), (0, 2)))
-    assert place_frequencies(table(1, lambda layer: (0, 2), head_dim=8), 10000.0, 8).width == 4  # theirs, of 4 dims
+    assert (
+        place_frequencies(table(1, lambda layer: (0, 2), head_dim=8), 10000.0, 8, "transformers").width == 4
+    )  # theirs, of 4 dims
     with pytest.raises(ValueError, match="layer 1 has frequency 0.1 more than once"):
-        place_frequencies(table(2, lambda layer: (1, 1) if layer else (0, 1)), 10000.0, 8)
+        place_frequencies(table(2, lambda layer: (1, 1) if layer else (0, 1)), 10000.0, 8, "transformers")
     with pytest.raises(ValueError, match="does not rotate"):
-        place_frequencies([torch.tensor([[0.0, 1.0]])], 10000.0, 8)
+        place_frequencies([torch.tensor([[0.0, 1.0]])], 10000.0, 8, "transformers")
     with pytest.raises(ValueError, match="in no table of theta=10000 up to 8"):
-        place_frequencies([table(1, lambda layer: (0, 1))[0] / torch.tensor([1.0, 8.0])], 10000.0, 8)
+        place_frequencies([table(1, lambda layer: (0, 1))[0] / torch.tensor([1.0, 8.0])], 10000.0, 8, "transformers")
 
 
 def test_formats_and_destinations_are_refused_by_name(tmp_path):
     mla_model("shared").save_pretrained(tmp_path / "mla")
     with pytest.raises(ValueError, match="format is 'gguf'; expected one of"):
         export(tmp_path / "mla", tmp_path / "out", "gguf")
+    with pytest.raises(ValueError, match="engine is 'tgi'; expected one of"):
+        export(tmp_path / "mla", tmp_path / "out", "deepseek-v3", "tgi")
+    with pytest.raises(ValueError, match="engine is 'vllm' with format 'remote-code'"):
+        export(tmp_path / "mla", tmp_path / "out", "remote-code", "vllm")
     (tmp_path / "there").mkdir()
     with pytest.raises(ValueError, match="exists; expected a new folder"):
         export(tmp_path / "mla", tmp_path / "there", "remote-code")
 
 
-@pytest.mark.parametrize("format", ["remote-code", "deepseek-v3"])
-def test_an_export_has_card_and_record(format, tmp_path):
+@pytest.mark.parametrize(
+    ("format", "engine"), [("remote-code", None), ("deepseek-v3", None), ("deepseek-v3", "sglang")]
+)
+def test_an_export_has_card_and_record(format, engine, tmp_path):
     """The record has the digests of the files that are there."""
     tiny.checkpoint(tmp_path / "source")
     keys = {"layout": "shared", "cache_ratio": 0.5, "latent.centered": False, "rope.selection": "uniform"}
     tiny.convert(tmp_path / "source", tmp_path / "mla", {**tiny.SHORT, **keys})
-    folder = export(tmp_path / "mla", tmp_path / "out", format)
+    folder = export(tmp_path / "mla", tmp_path / "out", format, engine)
     record, card = json.loads((folder / "conversion.json").read_text()), (folder / "README.md").read_text()
     assert record["exported_as"] == format and card.startswith((tmp_path / "mla" / "README.md").read_text())
     digests = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in record["weights_sha256"]}
@@ -131,6 +142,8 @@ def test_an_export_has_card_and_record(format, tmp_path):
         assert verify_weights(folder) == verify_weights(tmp_path / "mla")
     else:
         assert record["code_sha256"] == {} and "DeepseekV3ForCausalLM" in card
+        assert record["exported_for"] == (engine or "transformers")
+        assert ("float16" in card and "do not quantise" in card) == (engine == "sglang")
 
 
 @pytest.mark.parametrize("format", ["remote-code", "deepseek-v3"])

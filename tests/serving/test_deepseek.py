@@ -1,0 +1,202 @@
+"""Exports for engines that drop the latent's bias: their forward pass, written again here, gives the model's logits."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import embedding, linear, silu
+from transformers import AutoModelForCausalLM
+
+from mha2mla.modeling import MHA2MLAForCausalLM
+from mha2mla.serving.deepseek import GUARD, place_frequencies
+from mha2mla.serving.export import export
+from tests.modeling.models import TOLERANCE, mla_config, randomise, relative_error, source_config, tokens
+
+# name -> (source, its keys, places of the rotary pairs in its table, ranks, width of the exported latent).
+LIKE = {
+    "llama": (
+        "llama", {"attention_bias": False, "head_dim": 128, "rms_norm_eps": 1e-6}, range(0, 64, 2), [24, 300], 512,
+    ),
+    "mistral": ("mistral", {"head_dim": 128, "rms_norm_eps": 1e-5}, range(5, 32), [256, 40], 256),
+    "smollm2": (
+        "llama",
+        {
+            "attention_bias": False, "head_dim": 64, "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
+        },
+        range(31, -1, -1), [24, 16], 256,
+    ),
+}  # fmt: skip
+
+
+def model_like(name, **keys):
+    case, source_keys, places, ranks, _ = LIKE[name]
+    source = source_config(case, **source_keys)
+    config = mla_config(
+        "shared", source_config=source.to_dict(), v_head_dim=source.head_dim, softmax_scale=source.head_dim**-0.5,
+        num_rope_heads=1, kv_lora_rank=ranks, qk_rope_head_dim=2 * len(places), qk_nope_head_dim=source.head_dim,
+        attention_q_bias=False, attention_kv_bias=False, attention_o_bias=False, **keys,
+    )  # fmt: skip
+    model = randomise(MHA2MLAForCausalLM(config).eval())
+    theta = source.rope_parameters["rope_theta"]
+    for layer in model.model.layers:
+        layer.self_attn.inv_freq.copy_((theta ** (-torch.tensor(places) * 2.0 / source.head_dim))[None])
+    return model
+
+
+def exported(tmp_path, model, engine="vllm"):
+    model.save_pretrained(tmp_path / "mla")
+    return export(tmp_path / "mla", tmp_path / engine, "deepseek-v3", engine)
+
+
+def read_folder(folder):
+    weights = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        weights |= load_file(file)
+    return json.loads((folder / "config.json").read_text()), weights
+
+
+@torch.no_grad()
+def engine_logits(folder, ids, dtype):
+    """DeepSeek-V3's forward pass as vLLM's and SGLang's: no biases, the config's eps in every norm, pairs (2j, 2j + 1).
+
+    Norms, rotation and softmax in float32 (float64 for float64 models), and rounded to ``dtype``.
+    """
+    config, weights = read_folder(folder)
+    weights = {name: weight.to(dtype) for name, weight in weights.items() if not name.endswith(".bias")}
+    wide = torch.promote_types(dtype, torch.float32)
+    heads, rank = config["num_attention_heads"], config["kv_lora_rank"]
+    nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    theta = config["rope_parameters"]["rope_theta"]
+    frequency = theta ** (-torch.arange(0, rope, 2, dtype=torch.float64) / rope)
+    angle = torch.arange(ids.shape[1], dtype=torch.float64)[:, None] * frequency
+    cos, sin = angle.cos().to(wide), angle.sin().to(wide)
+
+    def norm(x, name):
+        x = x.to(wide)
+        return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + config["rms_norm_eps"])).to(dtype) * weights[name]
+
+    def rotate(x):  # [..., T, d_r]
+        even, odd = x.to(wide)[..., ::2], x.to(wide)[..., 1::2]
+        return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2).to(dtype)
+
+    x = embedding(ids, weights["model.embed_tokens.weight"])
+    mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+    for index in range(config["num_hidden_layers"]):
+        at = f"model.layers.{index}."
+        h = norm(x, at + "input_layernorm.weight")
+        query = linear(h, weights[at + "self_attn.q_proj.weight"]).unflatten(-1, (heads, nope + rope)).transpose(1, 2)
+        c, key_pe = linear(h, weights[at + "self_attn.kv_a_proj_with_mqa.weight"]).split((rank, rope), -1)
+        c = norm(c, at + "self_attn.kv_a_layernorm.weight")
+        kv = linear(c, weights[at + "self_attn.kv_b_proj.weight"]).unflatten(-1, (heads, nope + value)).transpose(1, 2)
+        key, values = kv.split((nope, value), -1)
+        query = torch.cat((query[..., :nope], rotate(query[..., nope:])), -1)
+        key = torch.cat((key, rotate(key_pe)[:, None].expand(-1, heads, -1, -1)), -1)
+        scores = (query @ key.mT).to(wide) * (nope + rope) ** -0.5
+        shares = scores.masked_fill(~mask, -torch.inf).softmax(-1).to(dtype)
+        x = x + linear((shares @ values).transpose(1, 2).flatten(2), weights[at + "self_attn.o_proj.weight"])
+        h = norm(x, at + "post_attention_layernorm.weight")
+        gate, up = (linear(h, weights[f"{at}mlp.{part}_proj.weight"]) for part in ("gate", "up"))
+        x = x + linear(silu(gate) * up, weights[at + "mlp.down_proj.weight"])
+    return linear(norm(x, "model.norm.weight"), weights["lm_head.weight"])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", LIKE)
+def test_engines_forward_gives_the_same_logits(name, tmp_path):
+    torch.manual_seed(0)
+    model = model_like(name)
+    folder = exported(tmp_path, model)
+    config, _ = read_folder(folder)
+    assert (config["kv_lora_rank"], config["qk_rope_head_dim"]) == (LIKE[name][-1], 64)
+    ids = tokens(2, 64)
+    own = {torch.float32: model(ids).logits}
+    own[torch.bfloat16] = model.bfloat16()(ids).logits
+    exact = engine_logits(folder, ids, torch.float64)
+    assert relative_error(own[torch.float32], exact) < TOLERANCE
+    for dtype, logits in own.items():
+        error = relative_error(engine_logits(folder, ids, dtype), exact)
+        assert error < 1.25 * relative_error(logits, exact), dtype
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+def test_scaled_norm_is_an_identity_for_any_row(dtype, bound, tmp_path):
+    """The largest latent of a normed row has a mean square of 2^-14 to 1 times 1e-6 eps, and comes back as it was."""
+    torch.manual_seed(0)
+    model = model_like("llama")
+    config, weights = read_folder(exported(tmp_path, model.to(dtype)))
+    width, eps = config["kv_lora_rank"], config["rms_norm_eps"]
+    for index, layer in enumerate(model.model.layers):
+        at, rank = f"model.layers.{index}.self_attn.", LIKE["llama"][3][index]
+        rows = layer.self_attn.kv_a_proj.weight[:rank].double() * layer.input_layernorm.weight.double()
+        loudest = torch.linalg.svd(rows).Vh[0] * rows.shape[1] ** 0.5
+        tokens = torch.stack((loudest, torch.randn(rows.shape[1]).double()))
+        normed = (tokens * layer.input_layernorm.weight.double()).to(dtype)
+        c = linear(normed, weights[at + "kv_a_proj_with_mqa.weight"][:width]).float()
+        square = c.square().mean(-1, keepdim=True)
+        assert 2**-14 < float(square.max()) / (1e-6 * eps) <= 1
+        c = (c * torch.rsqrt(square + eps)).to(dtype) * weights[at + "kv_a_layernorm.weight"]
+        plain = linear(normed, layer.self_attn.kv_a_proj.weight[:rank]).double()
+        # kv_b_proj undoes the rest, the same factor for all channels.
+        share = float((c[:, :rank].double() * plain).sum() / plain.square().sum())
+        assert 0.7 < share < 1.42 and not c[:, rank:].any()
+        assert relative_error(c[:, :rank].double() / share, plain) < bound
+
+
+def test_vllm_and_sglang_get_the_same_tensors(tmp_path):
+    model = model_like("smollm2")
+    ours = [read_folder(exported(tmp_path, model, engine)) for engine in ("vllm", "sglang")]
+    assert ours[0][0] == ours[1][0] and ours[0][1].keys() == ours[1][1].keys()
+    assert all(torch.equal(ours[0][1][name], ours[1][1][name]) for name in ours[0][1])
+
+
+def test_transformers_refuses_a_folder_for_engines(tmp_path):
+    folder = exported(tmp_path, model_like("smollm2"))
+    with pytest.raises(RuntimeError, match="mismatch"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_transformers_folder_has_guards_for_engines(tmp_path):
+    config, weights = read_folder(exported(tmp_path, model_like("smollm2"), "transformers"))
+    assert config["index_topk"] == 1 and config["q_lora_rank"] is None and GUARD in weights
+    config, weights = read_folder(exported(tmp_path, model_like("smollm2")))
+    assert "index_topk" not in config and GUARD not in weights
+
+
+@torch.no_grad()
+def test_transformers_pads_ranks_to_the_largest(tmp_path):
+    torch.manual_seed(0)
+    model = model_like("smollm2")
+    theirs = AutoModelForCausalLM.from_pretrained(exported(tmp_path, model, "transformers")).eval()
+    ids = tokens(2, 40)
+    assert theirs.config.kv_lora_rank == 32 and relative_error(theirs(ids).logits, model(ids).logits) < 1e-4
+
+
+def test_engines_refusals_name_every_reason(tmp_path):
+    model = model_like("llama", attention_window=8)
+    model.config.kv_lora_rank = [24, 600]
+    model = randomise(MHA2MLAForCausalLM(model.config))
+    for layer in model.model.layers:
+        layer.self_attn.inv_freq.fill_(0.5)
+    with pytest.raises(ValueError, match="the largest rank is 600") as refused:
+        exported(tmp_path, model.half())
+    for reason in ("dtype is torch.float16", "attention_window is 8", "layer 0 has frequency 0.5 more than once"):
+        assert reason in str(refused.value)
+    assert not (tmp_path / "vllm").exists()
+
+
+def test_engine_frequencies_are_every_kth_of_the_source():
+    def table(theta, head_dim, pairs):
+        return [(theta ** (-torch.tensor(pairs) * 2.0 / head_dim))[None]]
+
+    for head_dim, pairs, theta, places in (
+        (128, range(0, 64, 2), 1e4, tuple(range(32))),
+        (128, range(32), 1e2, tuple(range(32))),
+        (64, (3, 1), 1e4, (3, 1)),
+    ):
+        found = place_frequencies(table(1e4, head_dim, pairs), 1e4, head_dim, "vllm")
+        assert (found.theta, found.width, found.places) == (pytest.approx(theta), 64, (places,))
+    with pytest.raises(ValueError, match="in no table of 64 dims with every k-th frequency of theta=10000"):
+        place_frequencies(table(1e4, 128, (*range(31), 40)), 1e4, 128, "vllm")
