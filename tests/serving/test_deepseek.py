@@ -121,6 +121,20 @@ def test_engines_forward_gives_the_same_logits(name, tmp_path):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", LIKE)
+def test_engines_bfloat16_folder_adds_rounding_of_weights(name, tmp_path):
+    """q_proj and kv_b_proj are multiplied by no power of two, so that bfloat16 checkpoints are rounded once more."""
+    torch.manual_seed(0)
+    model = model_like(name).bfloat16()
+    folder = exported(tmp_path, model)
+    ids = tokens(2, 64)
+    own, exact = model(ids).logits, model.float()(ids).logits
+    own_error = relative_error(own, exact)
+    assert relative_error(engine_logits(folder, ids, torch.float32), exact) < 0.5 * own_error
+    assert relative_error(engine_logits(folder, ids, torch.bfloat16), exact) < 1.4 * own_error
+
+
+@torch.no_grad()
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
 def test_scaled_norm_is_an_identity_for_any_row(dtype, bound, tmp_path):
     """The largest latent of a normed row has a mean square of 2^-14 to 1 times 1e-6 eps, and comes back as it was."""
