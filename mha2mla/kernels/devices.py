@@ -80,9 +80,11 @@ def in_plain_eager_mode(tensor: Tensor) -> bool:
     return not torch.compiler.is_compiling() and type(tensor) is Tensor and not is_in_torch_dispatch_mode()
 
 
-def register(schema: str, call: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+def register(
+    schema: str, call: Callable[..., Any], fake: Callable[..., Any], plain: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
     """``mha2mla::name`` of a schema "name(Tensor …) -> …", what it does on every device and what it makes of fake
-    tensors; returned as a function."""
+    tensors; returned as a function. ``plain`` does the same where the last argument is False, of the others."""
     name = schema.partition("(")[0]
     LIBRARY.define(schema)
     LIBRARY.impl(name, call, "CompositeExplicitAutograd")
@@ -91,7 +93,11 @@ def register(schema: str, call: Callable[..., Any], fake: Callable[..., Any]) ->
 
     def run(first: Tensor, *others: Any) -> Any:
         traced = torch.is_grad_enabled() or torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
-        return (op if traced or type(first) is not Tensor else call)(first, *others)
+        if traced or type(first) is not Tensor:
+            return op(first, *others)
+        if plain is not None and not others[-1]:
+            return plain(first, *others[:-1])
+        return call(first, *others)
 
     return run
 
@@ -117,7 +123,7 @@ def register_kernel(
         _load(launch)(*given, *(made if isinstance(made, tuple) else () if made is None else (made,)))
         return made
 
-    return register(schema, call, lambda *arguments: empty(*arguments[:-1]))
+    return register(schema, call, lambda *arguments: empty(*arguments[:-1]), reference)
 
 
 _load = cache(resolve_name)

@@ -46,6 +46,20 @@ def check_like(name: str, tensor: Tensor, like: Tensor, as_what: str) -> None:
         raise argument_error(name, f"{tensor.dtype} on {tensor.device}", f"{like.dtype} on {like.device}, as {as_what}")
 
 
+def check_beside(as_what: str, first: Tensor, **others: tuple[Tensor | None, torch.Size]) -> None:
+    """Raise ValueError unless ``first``, called ``as_what``, has a dtype that ops take, and each of the others that is
+    there its dtype, its device and the shape beside it."""
+    if first.dtype not in _FLOATS:
+        check_float(f"{as_what}.dtype", first.dtype)
+    for name, (tensor, shape) in others.items():
+        if tensor is None:
+            continue
+        if tensor.shape != shape:
+            raise argument_error(f"{name}.shape", tuple(tensor.shape), f"{tuple(shape)}, by {as_what}")
+        if tensor.dtype != first.dtype or tensor.device != first.device:
+            check_like(name, tensor, first, as_what)
+
+
 def check_aligned(**tensors: Tensor | None) -> None:
     """Raise ValueError for the first argument that does not begin at a multiple of 16 bytes, as TMA and 16-byte loads
     and stores ask for. For kernels only: a reference reads views of any offset.

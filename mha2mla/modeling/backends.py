@@ -111,7 +111,7 @@ def _dequantised(
 ) -> tuple[Tensors, Tensor]:
     """Pages of a block table, copied with latents that are codes dequantised, and the table of the copies; of other
     latents the cache itself."""
-    if not geometry.has_codes:
+    if cache["latent_cache"].dtype is not torch.uint8:
         return cache, block_table
     codes = (quantizer_of(geometry), tensors.get("latent_centers"), tensors["q_pe"].dtype)
     latent, rope = (
@@ -133,7 +133,7 @@ def append_latents(
 ) -> dict[str, Tensor]:
     """``append`` of the MLA backends, by the backend of their ops."""
     latent, latent_cache = tensors["latent"], cache["latent_cache"]
-    if constants.geometry.has_codes:
+    if latent_cache.dtype is torch.uint8:
         codes = (quantizer_of(constants.geometry), tensors.get("latent_centers"))
         append_codes(latent, latent_cache, batch.slots, *codes)
         latent, latent_cache = latent[:, :0], latent.new_empty(*latent_cache.shape[:2], 0)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mha2mla.kernels.devices import register_kernel, runs_compiled
-from mha2mla.kernels.layouts import argument_error, check_float, check_like
+from mha2mla.kernels.layouts import check_beside
 
 
 def rms_norm(
@@ -31,10 +31,7 @@ def rms_norm(
     Raises:
         ValueError: naming the argument, what it was and what it must be.
     """
-    check_float("x.dtype", x.dtype)
-    _check_beside("weight", weight, x, "x", x.shape[-1:])
-    if residual is not None:
-        _check_beside("residual", residual, x, "x", x.shape)
+    check_beside("x", x, weight=(weight, x.shape[-1:]), residual=(residual, x.shape))
     compiled = runs_compiled(backend, x.device, x.dtype)
     normed, total = _rms_norm_op(x, residual, weight, eps, compiled)
     return normed, x if residual is None else total
@@ -53,8 +50,7 @@ def silu_mul(gate: Tensor, up: Tensor, *, backend: str | None = None) -> Tensor:
     Raises:
         ValueError: naming the argument, what it was and what it must be.
     """
-    check_float("gate.dtype", gate.dtype)
-    _check_beside("up", up, gate, "gate", gate.shape)
+    check_beside("gate", gate, up=(up, gate.shape))
     return _silu_mul_op(gate, up, runs_compiled(backend, gate.device, gate.dtype))
 
 
@@ -69,12 +65,6 @@ def rms_norm_reference(x: Tensor, residual: Tensor | None, weight: Tensor, eps: 
 def silu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:
     """Oracle of :func:`silu_mul`, on any rows."""
     return F.silu(gate) * up
-
-
-def _check_beside(name: str, tensor: Tensor, first: Tensor, first_name: str, shape: torch.Size) -> None:
-    if tensor.shape != shape:
-        raise argument_error(f"{name}.shape", tuple(tensor.shape), f"{tuple(shape)}, by {first_name}")
-    check_like(name, tensor, first, first_name)
 
 
 def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
