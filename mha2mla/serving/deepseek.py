@@ -117,7 +117,8 @@ def place_frequencies(tables: Sequence[Tensor], theta: float, head_dim: int, eng
                 what = "a pair that does not rotate" if value == 0 else f"frequency {value:.6g} more than once"
                 raise ValueError(
                     f"layer {index} has {what}; DeepSeek's classes have every frequency of their table once, and"
-                    " would rotate by others (recipe key rope.selection: uniform takes every frequency once)"
+                    " would rotate by others (recipe key rope.selection: rorope takes every frequency once where"
+                    " qk_rope_head_dim is head_dim, rorope-2 every second where it is half of that)"
                 )
     least = max(2 * table.numel() for table in tables)
     if engine == "transformers":

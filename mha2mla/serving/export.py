@@ -29,9 +29,9 @@ loads this folder without the package and without code of its own. {others}. The
 export.
 """
 _SCALED_CARD = """
-The rows of `kv_a_proj_with_mqa` that make the latent are scaled by about 2^-40. **Do not run this folder in float16**,
-which flushes them to zero, **and do not quantise it** (weights, or activations behind that product): a scale that
-latent and rotary rows share flushes the latent to zero. Use bfloat16 or float32.
+The rows of `kv_a_proj_with_mqa` that make the latent are scaled by a power of two. **Do not run this folder in
+float16**, which flushes them to zero, **and do not quantise it** (weights, or activations behind that product): a scale
+that latent and rotary rows share flushes the latent to zero. Use bfloat16 or float32.
 """
 
 

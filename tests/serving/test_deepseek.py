@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from mha2mla.modeling import MHA2MLAForCausalLM
 from mha2mla.serving.deepseek import GUARD, place_frequencies
 from mha2mla.serving.export import export
+from tests.conversion import tiny
 from tests.modeling.models import TOLERANCE, mla_config, randomise, relative_error, source_config, tokens
 
 # name -> (source, its keys, places of the rotary pairs in its table, ranks, width of the exported latent).
@@ -157,6 +158,18 @@ def test_scaled_norm_is_an_identity_for_any_row(dtype, bound, tmp_path):
         share = float((c[:, :rank].double() * plain).sum() / plain.square().sum())
         assert 0.7 < share < 1.42 and not c[:, rank:].any()
         assert relative_error(c[:, :rank].double() / share, plain) < bound
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("selection", "rope"), [("rorope", 16), ("rorope-2", 8)])
+def test_rorope_conversions_are_exported_for_engines(selection, rope, tmp_path):
+    """Heads of 16 dims: all 8 frequencies once, or every second."""
+    tiny.checkpoint(tmp_path / "source")
+    keys = {"layout": "shared", "kv_lora_rank": 24, "qk_rope_head_dim": rope, "rope.selection": selection}
+    tiny.convert(tmp_path / "source", tmp_path / "mla", {**tiny.SHORT, **keys, "latent.centered": False})
+    folder = export(tmp_path / "mla", tmp_path / "vllm", "deepseek-v3", "vllm")
+    model, ids = MHA2MLAForCausalLM.from_pretrained(tmp_path / "mla", dtype=torch.float32).eval(), tokens(2, 40)
+    assert relative_error(engine_logits(folder, ids, torch.float32), model(ids).logits) < TOLERANCE
 
 
 def test_vllm_and_sglang_get_the_same_tensors(tmp_path):
