@@ -32,6 +32,9 @@ _SCALED_CARD = """
 The rows of `kv_a_proj_with_mqa` that make the latent are scaled by a power of two. **Do not run this folder in
 float16**, which flushes them to zero, **and do not quantise it** (weights, or activations behind that product): a scale
 that latent and rotary rows share flushes the latent to zero. Use bfloat16 or float32.
+
+The engine rotates by 32 fixed frequencies, each once. Freely chosen rotary pairs lose less: SmolLM2-135M with d_c 256
+and d_r 64 had 1.028 times its source's perplexity with `rorope`, 1.003 with free pairs (docs/serving.md).
 """
 
 
