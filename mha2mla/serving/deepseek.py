@@ -193,7 +193,7 @@ def deepseek_config(config: MHA2MLAConfig, frequencies: Frequencies, engine: Eng
         "topk_group": 1,
         "num_nextn_predict_layers": 0,
         "tie_word_embeddings": False,
-        # The sparse attention of V3.2 to vLLM and SGLang, which then need a q_lora_rank and stop.
+        # The sparse attention of V3.2: vLLM then asserts a q_lora_rank, SGLang reads an index_head_dim; both stop.
         **({"index_topk": 1} if engine == "transformers" else {}),
     }
 
