@@ -77,8 +77,8 @@ def test_the_file_holds_what_the_table_shows(demo):
     assert written["kind"] == "demo" and written["environment"]["torch"] == torch.__version__
     assert [row["perplexity"] for row in written["rows"]] == [row["perplexity"] for row in rows]
     assert written["settings"]["cached_tokens"] == 40
-    assert "converting: converted (preset quick, latent layout" in progress and "done" in progress
-    assert written["rows"][-1]["preset"].startswith("quick, as asked for; with calibration.text=")
+    assert "converting: converted (preset quick, latent layout" in progress and "codes of 4 bits" in progress
+    assert written["rows"][-1]["preset"].startswith("quick, as asked for; with cache_ratio=0.157, latent.bits=4")
 
 
 def test_figures_name_text_window_and_calibration(demo):
