@@ -370,7 +370,7 @@ def demo(
     max_new_tokens: int = 48,
     json: Json = None,
 ) -> int:
-    """Converts a small model to half its cache, and prints bytes, loss and both models' answers.
+    """Converts a small model to a sixth of its cache, and prints bytes, loss and both models' answers.
 
     Two minutes on two quiet CPU cores, where the loss and the bytes are those of a GPU and the speed is not.
 
