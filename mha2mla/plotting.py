@@ -126,7 +126,7 @@ class Picture:
         return text.replace("<svg ", f'<svg role="img" aria-label="{escape(self.headline)}" ', 1)
 
     def _repr_png_(self) -> bytes:
-        """What a notebook shows."""
+        """The picture, for a notebook."""
         check_installed()
         buffer = io.BytesIO()
         _save(_draw(self), buffer, "png")

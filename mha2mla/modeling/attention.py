@@ -96,7 +96,7 @@ class MLAAttention(modeling_mha2mla.MLAAttention):
         return getattr(self, "latent_centers", None)
 
     def _read_latent(self, latent: Tensor, cache: Cache | None) -> Tensor:
-        """As codes of ``config.latent_bits`` give latents back; a LatentCache quantises by itself."""
+        """Latents as codes of ``config.latent_bits`` give them back; a LatentCache quantises by itself."""
         if isinstance(cache, LatentCache):
             return latent
         return self._rounded(latent, self.config.layer_geometry(self.layer_idx))

@@ -211,7 +211,7 @@ class MLAAttention(nn.Module):
         return self._expanded(q_nope, q_pe, latent, k_pe, attention_mask, limits, **kwargs)
 
     def _read_latent(self, latent: Tensor, cache: Cache | None) -> Tensor:
-        """What attention over ``cache`` reads of new latents [B, S, d_c]."""
+        """New latents [B, S, d_c] as attention over ``cache`` reads them."""
         return latent
 
     def _own(self, name: str) -> Tensor:

@@ -185,7 +185,7 @@ def _run(plan: Plan, started: float, seconds: dict[str, float]) -> ConversionRep
 
 
 def _shares(recipe: Recipe) -> tuple[float, ...]:
-    """Of the time: checking, text, search for ranks, converting, writing, verifying.
+    """Shares of the time: checking, text, search for ranks, converting, writing, verifying.
 
     As measured on SmolLM2-135M: without gradient steps on two cores, with them on an H200.
     """
