@@ -189,6 +189,16 @@ def randomise(model):
     return model
 
 
+def logits_of_calls(model, cache, ids, stops=(15, 16, 17, 22, 29), mask=None) -> torch.Tensor:
+    """Logits of calls that end at ``stops``, by default a prompt, single tokens and chunks; ``mask`` [B, T]."""
+    parts, start = [], 0
+    for stop in stops:
+        shown = None if mask is None else mask[:, :stop]
+        parts.append(model(ids[:, start:stop], attention_mask=shown, past_key_values=cache).logits)
+        start = stop
+    return torch.cat(parts, 1)
+
+
 def tokens(batch: int, length: int) -> torch.Tensor:
     """Random ids that are no special tokens."""
     return torch.randint(3, SIZES["vocab_size"], (batch, length))

@@ -21,16 +21,6 @@ def coded_model(case="latent", bits=4, **keys):
     return model
 
 
-def run(model, cache, ids, stops, mask=None):
-    """Logits of calls that end at ``stops``."""
-    parts, start = [], 0
-    for stop in stops:
-        shown = None if mask is None else mask[:, :stop]
-        parts.append(model(ids[:, start:stop], attention_mask=shown, past_key_values=cache).logits)
-        start = stop
-    return torch.cat(parts, 1)
-
-
 def unquantised(model, ids):
     model.config.latent_bits, bits = 16, model.config.latent_bits
     logits = model(ids, use_cache=False).logits
@@ -48,10 +38,15 @@ def test_chunks_of_any_size_are_one_model(case, form, chunks):
     expected = model(ids, use_cache=False).logits
     assert models.relative_error(expected, unquantised(model, ids)) > 1e-3
     cache = LatentCache(model.config, page_size=16)
-    assert models.relative_error(run(model, cache, ids, CHUNKS[chunks]), expected) < EXACT
+    assert models.relative_error(models.logits_of_calls(model, cache, ids, CHUNKS[chunks]), expected) < EXACT
     assert {name: each.dtype for name, each in cache.layers[0].tensors.items()} == {"latent_cache": torch.uint8}
     assert cache.nbytes == 3 * cache.capacity * model.config.cache_bytes_per_token(8)
-    assert models.relative_error(run(model, DynamicCache(config=model.model.config), ids, (15, 29)), expected) < EXACT
+    assert (
+        models.relative_error(
+            models.logits_of_calls(model, DynamicCache(config=model.model.config), ids, (15, 29)), expected
+        )
+        < EXACT
+    )
 
 
 @pytest.mark.parametrize("keys", ["none", "bfloat16"])
@@ -65,7 +60,7 @@ def test_padding_static_caches_and_kept_keys(bits, static, keys):
     mask[1, :6], mask[2, :13] = 0, 0
     rows = [model(ids[i : i + 1, (mask[i] == 0).sum() :], use_cache=False).logits[0] for i in range(3)]
     cache = LatentCache(model.config, max_cache_len=29 if static else None, page_size=16)
-    found = run(model, cache, ids, CHUNKS["chunks"], mask)[mask.bool()]
+    found = models.logits_of_calls(model, cache, ids, CHUNKS["chunks"], mask)[mask.bool()]
     assert models.relative_error(found, torch.cat(rows)) < EXACT
     assert ("rope_cache" in cache.layers[0].tensors) == (keys == "bfloat16")
     assert cache.nbytes == 3 * 32 * model.config.cache_bytes_per_token(8)

@@ -18,16 +18,6 @@ def kept(model, mode: str = "bfloat16"):
     return model
 
 
-def run(model, cache, ids, mask=None, stops=(15, 16, 17, 22, 29)):
-    """Logits of a prompt, single tokens and chunks; ``mask`` [B, T]."""
-    parts, start = [], 0
-    for stop in stops:
-        shown = None if mask is None else mask[:, :stop]
-        parts.append(model(ids[:, start:stop], attention_mask=shown, past_key_values=cache).logits)
-        start = stop
-    return torch.cat(parts, 1)
-
-
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("form", models.FORMS)
 @pytest.mark.parametrize("case", models.LATENT_GEOMETRIES)
@@ -41,7 +31,7 @@ def test_kept_keys_give_computed_logits(case, form, static):
     found = {}
     for mode in ("none", "bfloat16"):
         cache = LatentCache(kept(model, mode).config, max_cache_len=29 if static else None, page_size=16)
-        found[mode] = run(model, cache, ids, mask)[mask.bool()]
+        found[mode] = models.logits_of_calls(model, cache, ids, mask=mask)[mask.bool()]
         assert ("rope_cache" in cache.layers[0].tensors) == (mode == "bfloat16")
         assert cache.nbytes == 3 * 32 * model.config.cache_bytes_per_token(8)
     assert models.relative_error(found["bfloat16"], found["none"]) < EXACT
@@ -54,7 +44,7 @@ def test_each_kept_key_is_computed_once():
     hook = model.model.layers[1].self_attn.k_rope_proj.register_forward_hook(
         lambda module, given, out: counts.append(out.shape)
     )
-    run(model, LatentCache(model.config), models.tokens(2, 29))
+    models.logits_of_calls(model, LatentCache(model.config), models.tokens(2, 29))
     hook.remove()
     assert counts == [(2 * new, 6) for new in (15, 1, 1, 5, 7)]
 
