@@ -98,7 +98,7 @@ def generate_windows(
     draw = random.Random(seed)
     generator = torch.Generator(model.device).manual_seed(seed)
     ends = frozenset({*end_tokens(model), tokenizer.eos_token_id} - {None})
-    starts = _diverse_documents(tokenizer, ends, draw) if diverse else _documents(tokenizer, draw)
+    starts = _documents(tokenizer, ends, draw, diverse)
     write = functools.partial(_write, model, ends, starts, written)
     made = []
     batches = range(0, count * pieces, rows)
@@ -160,48 +160,41 @@ def _write(
     return torch.stack(written, 1).cpu()
 
 
-def _documents(tokenizer: Any, draw: random.Random) -> Iterator[list[list[int]]]:
+def _documents(tokenizer: Any, ends: frozenset[int], draw: random.Random, diverse: bool) -> Iterator[list[list[int]]]:
     """Documents without end, each as parts: the tokens that begin it, and those that follow when the model ends."""
-    instructions, openings, topics, _ = prompts()
-    start = start_tokens(tokenizer)
-    words = _words(tokenizer)
-    while True:
-        if draw.random() < _BLANK_SHARE:
-            yield [[*start, draw.choice(words)]]
-            continue
-        chat = tokenizer.chat_template is not None and draw.random() < 0.5
-        text = draw.choice(instructions if chat else openings).format(draw.choice(topics))
-        yield [plain_tokens(tokenizer, _chat(tokenizer, text)) if chat else start + plain_tokens(tokenizer, text)]
-
-
-def _diverse_documents(tokenizer: Any, ends: frozenset[int], draw: random.Random) -> Iterator[list[list[int]]]:
-    """The same, in many languages and formats."""
     instructions, openings, topics, documents = prompts()
     start = start_tokens(tokenizer)
-    words = _words(tokenizer)
+    words = sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids))
+
+    def word() -> list[list[int]]:
+        return [[*start, draw.choice(words)]]
+
+    def topic() -> list[list[int]]:
+        return [start + plain_tokens(tokenizer, draw.choice(openings).format(draw.choice(topics)))]
+
+    def instruction() -> list[list[int]]:
+        text = draw.choice(instructions).format(draw.choice(topics))
+        return [plain_tokens(tokenizer, _chat(tokenizer, text))]
+
+    has_chat = tokenizer.chat_template is not None
+    if not diverse:
+        while True:
+            if draw.random() < _BLANK_SHARE:
+                yield word()
+            else:
+                yield instruction() if has_chat and draw.random() < 0.5 else topic()
     # More tokens than letters: the tokenizer has no pieces for this script, so the model has hardly seen it.
     known = [tokens for line in documents if len(tokens := plain_tokens(tokenizer, line)) <= len(line)]
     turn, answer = _user_turn(tokenizer)
-    kinds = ["word", "topic"] + ["document"] * bool(known) + ["instruction"] * bool(tokenizer.chat_template)
+    kinds = [word, topic]
+    if known:
+        kinds.append(lambda: [start + draw.choice(known)])
+    if has_chat:
+        kinds.append(instruction)
     if answer and answer[0] in ends:  # else the model would not know where the user's turn ends
-        kinds.append("turn")
+        kinds.append(lambda: [list(turn), answer[1:]])
     while True:
-        match draw.choice(kinds):
-            case "word":
-                yield [[*start, draw.choice(words)]]
-            case "topic":
-                yield [start + plain_tokens(tokenizer, draw.choice(openings).format(draw.choice(topics)))]
-            case "document":
-                yield [start + draw.choice(known)]
-            case "instruction":
-                text = draw.choice(instructions).format(draw.choice(topics))
-                yield [plain_tokens(tokenizer, _chat(tokenizer, text))]
-            case "turn":
-                yield [list(turn), answer[1:]]
-
-
-def _words(tokenizer: Any) -> list[int]:
-    return sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids))
+        yield draw.choice(kinds)()
 
 
 def _chat(tokenizer: Any, text: str) -> str:

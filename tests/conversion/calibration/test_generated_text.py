@@ -80,7 +80,7 @@ def test_diverse_text_begins_in_every_way(monkeypatch):
 def test_openings_in_unknown_scripts_are_left_out():
     """A tokenizer of bytes has two or three tokens a letter of other scripts, one of English."""
     tokenizer = tiny.tokenizer()
-    drawn = generated_text._diverse_documents(tokenizer, frozenset(), random.Random(0))
+    drawn = generated_text._documents(tokenizer, frozenset(), random.Random(0), True)
     texts = {tokenizer.decode(next(drawn)[0], skip_special_tokens=True) for _ in range(2000)}
     assert "Shall I compare thee" in texts
     assert not any(text.startswith(("История", "这座", "この町")) for text in texts)
