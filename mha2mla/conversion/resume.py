@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mha2mla.conversion.result.writer import remove, save_tensors
+from mha2mla.conversion.result.writer import DestinationError, remove, save_tensors
+from mha2mla.environment import cache_folder
 from mha2mla.files import atomic_write
 
 REQUEST_FILE = "request.json"
@@ -30,12 +31,12 @@ def tensor_hash(tensor: torch.Tensor) -> str:
     return _tensors_hash("", {"": tensor})
 
 
-def code_hash() -> str:
-    """sha256 of the package's own code and texts that decide what a converted layer is: a version may stand still
-    while they change."""
+def code_hash(*more: str) -> str:
+    """sha256 of the package's own code and texts that decide what a converted layer is, and of ``more`` files and
+    folders below the package: a version may stand still while they change."""
     package = Path(__file__).parents[1]
     total = hashlib.sha256()
-    found = (package / part for part in _CODE)
+    found = (package / part for part in (*_CODE, *more))
     paths = (path for part in found for path in (part.rglob("*") if part.is_dir() else [part]))
     for path in sorted(path for path in paths if path.suffix in (".py", ".txt")):
         total.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
@@ -56,6 +57,23 @@ def write_piece(path: Path, header: str, tensors: Mapping[str, torch.Tensor], ab
     text = json.dumps(about)
     metadata = {"about": text, "sha256": _tensors_hash(f"{header}\0{text}", copies)}
     atomic_write(path, lambda temporary: save_tensors(copies, temporary, metadata))
+
+
+def kept_text(request: Any) -> Path:
+    """File in the cache folder for text that a source writes, named by a hash of ``request``, JSON values of all that
+    decides it."""
+    text = json.dumps(request, sort_keys=True)
+    return cache_folder() / "texts" / f"{hashlib.sha256(text.encode()).hexdigest()}.safetensors"
+
+
+def keep_text(path: Path, tensors: Mapping[str, torch.Tensor], about: Any = None) -> str | None:
+    """Writes :func:`kept_text`'s file; why it could not be written, or None. The next run then writes its text anew."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_piece(path, path.stem, tensors, about)
+    except (DestinationError, OSError) as error:
+        return str(error)
+    return None
 
 
 def read_piece(path: Path, header: str) -> tuple[dict[str, torch.Tensor], Any] | None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
+import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,9 @@ from transformers import AutoModelForCausalLM
 from mha2mla.conversion.calibration.blocks import TokenBlocks, Windows, listed
 from mha2mla.conversion.calibration.generated_text import PIECES, ROW, generate_windows
 from mha2mla.conversion.calibration.windows import calibration_windows
-from mha2mla.conversion.result.writer import DestinationError
-from mha2mla.conversion.resume import WorkFolder, code_hash, read_piece, tensor_hash, write_piece
+from mha2mla.conversion.resume import WorkFolder, code_hash, keep_text, kept_text, read_piece, tensor_hash
 from mha2mla.conversion.source.opening import Source
-from mha2mla.environment import cache_folder, device_name, installed_version, usual_dtype
+from mha2mla.environment import device_name, installed_version, usual_dtype
 from mha2mla.healing.settings import Settings
 from mha2mla.predictions import Predictor, perplexity, windows_at_once
 from mha2mla.texts import DIVERSE, GENERATED, mixed_windows, start_tokens, text_identity
@@ -120,8 +117,7 @@ def _written(
     counts = {settings.long_length: blocks[0], settings.length: blocks[1] * per_block}
     asked = {length: count for length, count in counts.items() if count}
     machine = [device_name(device), torch.__version__, installed_version("transformers"), code_hash()]
-    request = json.dumps([name, dict(digests), machine, sorted(asked.items()), settings.seed], sort_keys=True)
-    kept = cache_folder() / "texts" / f"{hashlib.sha256(request.encode()).hexdigest()}.safetensors"
+    kept = kept_text([name, dict(digests), machine, sorted(asked.items()), settings.seed])
     if (found := read_piece(kept, kept.stem)) is not None:
         return [found[0][str(length)] for length in asked]
     model = AutoModelForCausalLM.from_pretrained(source.folder, dtype=usual_dtype(device), trust_remote_code=False)
@@ -131,9 +127,8 @@ def _written(
         row = length if length > settings.length else ROW
         options = {"seed": settings.seed + length, "diverse": name == DIVERSE, "row": row}
         made[str(length)] = generate_windows(model, tokenizer, length, count, progress=progress, work=work, **options)
-    with suppress(DestinationError, OSError):  # a cache that takes no files costs the next run its time alone
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_piece(kept, kept.stem, made)
+    if why := keep_text(kept, made):
+        warnings.warn(f"the text is not kept for later runs of this source: {why}", stacklevel=2)
     work.discard(PIECES)
     return list(made.values())
 

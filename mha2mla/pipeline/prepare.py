@@ -5,8 +5,6 @@ Each is a piece of the work folder: saved when it is found, and found there by t
 
 from __future__ import annotations
 
-import hashlib
-import json
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,10 +20,17 @@ from mha2mla.conversion.calibration.windows import calibration_windows, named_in
 from mha2mla.conversion.extension import CalibrationSource
 from mha2mla.conversion.latent.ranks import choose_layer_ranks
 from mha2mla.conversion.layer_walk import LayerWalk, converted_config
-from mha2mla.conversion.result.writer import DestinationError
-from mha2mla.conversion.resume import ResumeError, WorkFolder, code_hash, read_piece, tensor_hash, write_piece
+from mha2mla.conversion.resume import (
+    ResumeError,
+    WorkFolder,
+    code_hash,
+    keep_text,
+    kept_text,
+    read_piece,
+    tensor_hash,
+)
 from mha2mla.conversion.source.files import FileIdentity
-from mha2mla.environment import cache_folder, device_name, installed_version
+from mha2mla.environment import device_name, installed_version
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.pipeline.check import Plan
@@ -156,12 +161,8 @@ def _windows(plan: Plan, work: WorkFolder, files: Mapping[str, FileIdentity], pr
                 work=work,
             )
             piece = {"windows": windows.tokens}, {"lengths": windows.lengths}
-            try:
-                if kept is not None:
-                    kept.parent.mkdir(parents=True, exist_ok=True)
-                    write_piece(kept, kept.stem, *piece)
-            except (DestinationError, OSError) as error:
-                say(f"calibration text is not kept for other conversions of this source: {error}")
+            if kept is not None and (why := keep_text(kept, *piece)):
+                say(f"calibration text is not kept for other conversions of this source: {why}")
         work.put(_TEXT, *piece)
         work.discard(PIECES)
     tensors, about = piece
@@ -176,8 +177,7 @@ def _kept_text(plan: Plan, files: Mapping[str, FileIdentity]) -> Path | None:
         return None
     calibration = plan.recipe.calibration
     asked = [list(plan.lengths), calibration.tokens, calibration.seed]
-    request = json.dumps([{name: each.sha256 for name, each in files.items()}, _machine(plan), asked], sort_keys=True)
-    return cache_folder() / "texts" / f"{hashlib.sha256(request.encode()).hexdigest()}.safetensors"
+    return kept_text([{name: each.sha256 for name, each in files.items()}, _machine(plan), asked])
 
 
 def _request(plan: Plan, weights: dict[str, FileIdentity]) -> dict[str, Any]:

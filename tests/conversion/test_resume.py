@@ -154,4 +154,4 @@ def test_hashes_tell_values_shapes_and_dtypes_apart():
     tokens = torch.arange(6)
     hashes = {tensor_hash(each) for each in (tokens, tokens.view(2, 3), tokens.int(), tokens + 1)}
     assert len(hashes) == 4 and tensor_hash(tokens.clone()) == tensor_hash(tokens)
-    assert len(code_hash()) == 64 and code_hash() == code_hash()
+    assert len(code_hash()) == 64 and code_hash() == code_hash() != code_hash("healing")

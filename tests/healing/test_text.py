@@ -45,6 +45,13 @@ def test_the_source_writes_short_and_long_windows_once(source, tmp_path, monkeyp
     assert len(calls) == 2 and torch.equal(again.tokens, blocks.tokens) and again.lengths == blocks.lengths
 
 
+def test_text_that_cannot_be_kept_is_said(source, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MHA2MLA_CACHE", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="the text is not kept for later runs of this source: .*file"):
+        made(source, "generated", tmp_path)
+
+
 def test_a_named_text_has_every_token_once(source, tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("".join(map(chr, range(0x100, 0x100 + 600))))  # every two bytes another character
