@@ -27,7 +27,7 @@ class Recording:
     def __init__(self, kind: str, json: str | None = None, **fields: Any) -> None:
         self.rows: list[dict[str, Any]] = []
         self.environment = collect_environment()
-        self._kind, self._json, self._fields = kind, report_file(json, kind), fields
+        self._kind, self._json, self.fields = kind, report_file(json, kind), fields
 
     def add(self, row: dict[str, Any]) -> None:
         """Says its texts and numbers in a line, and writes all so far."""
@@ -38,7 +38,7 @@ class Recording:
 
     def write(self) -> None:
         if self._json:
-            write_json(self._json, kind=self._kind, rows=self.rows, environment=self.environment, **self._fields)
+            write_json(self._json, kind=self._kind, rows=self.rows, environment=self.environment, **self.fields)
 
     def show(self, title: str, columns: Sequence[str] | None = None) -> bool:
         """Prints the table; whether all is right."""

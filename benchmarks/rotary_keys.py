@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def op_problem(heads: int, d_c: int, d_r: int, batch: int = OP_BATCH, size: floa
 
 def with_kept_keys(problem: LatentProblem) -> Problem:
     """The same call over stored keys."""
-    return Problem(problem.heads, 1, problem.kv_lora_rank, problem.qk_rope_head_dim, problem.lengths, slack=0)
+    return Problem(**{field.name: getattr(problem, field.name) for field in fields(Problem)})
 
 
 def peers_of(case: SpeedCase, inputs: dict[str, Any], expected: torch.Tensor) -> dict[str, Peer]:
