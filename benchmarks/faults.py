@@ -203,10 +203,10 @@ FAULTS = tuple(
 -read = self._rounded(tensors["latent"], layer.constants.geometry)
 +read = tensors["latent"]
 # rows of sinks are coded from the center of ordinary ones
-@ mha2mla/kernels/group_codes.py
+@ mha2mla/kernels/group_codes/api.py
 ? tests/kernels/test_group_codes.py -k nearer_center
--is_second = second.square().sum(-1) < first.square().sum(-1)
-+is_second = second.square().sum(-1) < 0 * first.square().sum(-1)
+-is_second = second.double().square().sum(-1) < first.double().square().sum(-1)
++is_second = second.double().square().sum(-1) < 0 * first.double().square().sum(-1)
 # a basis is folded into the encoder alone
 @ mha2mla/conversion/latent/basis.py
 ? tests/conversion/latent/test_basis.py -k folding

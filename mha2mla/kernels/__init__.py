@@ -4,7 +4,7 @@ from mha2mla.kernels.attention_combine import attention_combine
 from mha2mla.kernels.attention_varlen.api import attention_varlen, explain_attention_varlen, mla_prefill_varlen
 from mha2mla.kernels.attention_varlen.causal import causal_attention, explain_causal_attention
 from mha2mla.kernels.gqa_decode.api import explain_gqa_decode, gqa_decode, plan_gqa_decode
-from mha2mla.kernels.group_codes import GroupQuantizer, append_codes, read_codes
+from mha2mla.kernels.group_codes.api import GroupQuantizer, append_codes, read_codes
 from mha2mla.kernels.latent_rope import LatentRope, rotary_keys, rotate_keys
 from mha2mla.kernels.mixed_attention.api import gqa_attention, mla_absorbed, mla_attention
 from mha2mla.kernels.mixed_attention.layout import MAX_DECODE_QUERY_LENGTH, absorbs_up_to, is_absorbed

@@ -107,17 +107,15 @@ def _stand_in(cache: Tensors, block_table: Tensor, geometry: MLAGeometry, dtype:
 
 
 def _dequantised(
-    cache: Tensors, block_table: Tensor, tensors: Tensors, geometry: MLAGeometry
+    backend: str | None, cache: Tensors, block_table: Tensor, tensors: Tensors, geometry: MLAGeometry
 ) -> tuple[Tensors, Tensor]:
     """Pages of a block table, copied with latents that are codes dequantised, and the table of the copies; of other
     latents the cache itself."""
     if cache["latent_cache"].dtype is not torch.uint8:
         return cache, block_table
     codes = (quantizer_of(geometry), tensors.get("latent_centers"), tensors["q_pe"].dtype)
-    latent, rope = (
-        read_codes(cache["latent_cache"], block_table, geometry.kv_lora_rank, *codes),
-        cache.get("rope_cache"),
-    )
+    latent = read_codes(cache["latent_cache"], block_table, geometry.kv_lora_rank, *codes, backend=backend)
+    rope = cache.get("rope_cache")
     kept = {} if rope is None else {"rope_cache": rope[block_table.flatten().clamp(min=0).long()]}
     return {"latent_cache": latent, **kept}, _numbered(block_table)
 
@@ -135,7 +133,7 @@ def append_latents(
     latent, latent_cache = tensors["latent"], cache["latent_cache"]
     if latent_cache.dtype is torch.uint8:
         codes = (quantizer_of(constants.geometry), tensors.get("latent_centers"))
-        append_codes(latent, latent_cache, batch.slots, *codes)
+        append_codes(latent, latent_cache, batch.slots, *codes, backend=backend)
         latent, latent_cache = latent[:, :0], latent.new_empty(*latent_cache.shape[:2], 0)
     given = (
         latent,
@@ -163,7 +161,7 @@ def _mla_attend(
     if tensors.get("rope_weight") is not None:
         parameters = tensors["rope_weight"], tensors["rope_bias"], tensors["inv_freq"][0]
         rope = LatentRope(*parameters, constants.attention_scaling)
-    cache, table = _dequantised(cache, batch.block_table, tensors, constants.geometry)
+    cache, table = _dequantised(backend, cache, batch.block_table, tensors, constants.geometry)
     layer = (cache["latent_cache"], cache.get("rope_cache"), tensors["k_up"], tensors["v_up"])
     options = {
         "softmax_scale": constants.softmax_scale,

@@ -91,7 +91,7 @@ class LayerAttention:
 
     def __str__(self) -> str:
         batches = "refused" if self.batch_backend is None else self.batch_backend.name
-        codes = f", over codes of {self.geometry.latent_bits} bits that plain torch dequantises"
+        codes = f", over a copy of codes of {self.geometry.latent_bits} bits"
         return f"{self.form}, {self.backend}; batches: {batches}{codes if self.geometry.has_codes else ''}"
 
 

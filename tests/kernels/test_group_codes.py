@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mha2mla.kernels.group_codes import GroupQuantizer
+from mha2mla.kernels.group_codes.api import GroupQuantizer
 
 QUANTIZERS = st.builds(
     GroupQuantizer, st.integers(1, 8), st.sampled_from((8, 32, 64, None)), scale_bits=st.sampled_from((8, 16))

@@ -1,4 +1,4 @@
-"""Integer codes of rows, and paged caches of them: each group of elements has a scale and an offset. Plain torch."""
+"""Integer codes of rows, and paged caches of them: each group of elements has a scale and an offset."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mha2mla.kernels.devices import register
+from mha2mla.kernels.devices import register_kernel, runs_compiled
 from mha2mla.kernels.rope_append.api import write_rows
 
 _SCALE_BITS = (8, 16)
-_PLANES = (8, 4, 2, 1)  # bits of a code are stored in planes of these widths, so that no code crosses a byte
+PLANES = (8, 4, 2, 1)  # bits of a code are stored in planes of these widths, so that no code crosses a byte
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ class GroupQuantizer:
         padded, is_second = rows.float(), None
         if centers is not None:
             first, second = (padded - center for center in centers.float())
-            is_second = second.square().sum(-1) < first.square().sum(-1)
+            # Squares of float32 are exact in float64: which is nearer does not depend on the order of the sums.
+            is_second = second.double().square().sum(-1) < first.double().square().sum(-1)
             padded = torch.where(is_second[..., None], second, first)
         if padding := group * count - width:  # by the last element, which leaves minimum and maximum alone
             padded = torch.cat((padded, padded[..., -1:].expand(*padded.shape[:-1], padding)), -1)
@@ -101,7 +102,7 @@ class GroupQuantizer:
     def _planes(self) -> Iterator[tuple[int, int]]:
         """Width and shift of each plane that a code is stored in: bits 0 and 1, then bit 2, of 3 bits."""
         shift = 0
-        for plane in _PLANES:
+        for plane in PLANES:
             if self.bits & plane:
                 yield plane, shift
                 shift += plane
@@ -162,7 +163,13 @@ def _unpack(packed: Tensor, plane: int, group: int) -> Tensor:
 
 
 def append_codes(
-    latent: Tensor, latent_cache: Tensor, slots: Tensor, quantizer: GroupQuantizer, centers: Tensor | None
+    latent: Tensor,
+    latent_cache: Tensor,
+    slots: Tensor,
+    quantizer: GroupQuantizer,
+    centers: Tensor | None,
+    *,
+    backend: str | None = None,
 ) -> None:
     """Writes the codes of new rows into a paged cache.
 
@@ -171,8 +178,11 @@ def append_codes(
         latent_cache: [P, page, bytes of a row] uint8, written.
         slots: [N] int32; as in :func:`mha2mla.kernels.mla_append`.
         centers: [2, d_c], or None.
+        backend: "tilelang", "reference", or None: TileLang for CUDA tensors in float32, bfloat16 and float16, of whole
+            groups whose scales have 16 bits.
     """
-    _append_codes(latent, latent_cache, slots, centers, quantizer.bits, quantizer.group)
+    compiled = _runs_compiled(backend, quantizer, latent.shape[1], latent_cache, latent.dtype)
+    _append_codes(latent, latent_cache, slots, centers, quantizer.bits, quantizer.group, compiled)
 
 
 def read_codes(
@@ -182,28 +192,43 @@ def read_codes(
     quantizer: GroupQuantizer,
     centers: Tensor | None,
     dtype: torch.dtype,
+    *,
+    backend: str | None = None,
 ) -> Tensor:
     """Pages of a ``block_table`` [B, max_pages] with their rows dequantised: [B * max_pages, page, width].
 
-    A page that the table lacks (-1) is that of some other place.
+    A page that the table lacks (-1) holds anything. ``backend``: as of :func:`append_codes`.
     """
-    return _read_codes(latent_cache, block_table, centers, width, quantizer.bits, quantizer.group, dtype)
+    compiled = _runs_compiled(backend, quantizer, width, latent_cache, dtype)
+    return _read_codes(latent_cache, block_table, centers, width, quantizer.bits, quantizer.group, dtype, compiled)
 
 
-_append_codes = register(
-    "append_codes(Tensor latent, Tensor(a!) latent_cache, Tensor slots, Tensor? centers, int bits, int group) -> ()",
+def _runs_compiled(
+    backend: str | None, quantizer: GroupQuantizer, width: int, latent_cache: Tensor, dtype: torch.dtype
+) -> bool:
+    """True where the kernels serve a cache: rows of whole groups, which are read by words."""
+    whole = quantizer.group in (32, 64) and width % quantizer.group == 0 and quantizer.scale_bits == 16
+    served = whole and latent_cache.is_contiguous() and latent_cache.data_ptr() % 4 == 0
+    return runs_compiled(backend, latent_cache.device, dtype) and served
+
+
+_append_codes = register_kernel(
+    "append_codes(Tensor latent, Tensor(a!) latent_cache, Tensor slots, Tensor? centers, int bits, int group,"
+    " bool compiled) -> ()",
     lambda latent, latent_cache, slots, centers, bits, group: write_rows(
         ((latent_cache, GroupQuantizer(bits, group).encode(latent, centers)),), slots
     ),
     lambda *_: None,
+    "mha2mla.kernels.group_codes.kernel:launch_append_codes",
 )
-_read_codes = register(
+_read_codes = register_kernel(
     "read_codes(Tensor latent_cache, Tensor block_table, Tensor? centers, int width, int bits, int group,"
-    " ScalarType dtype) -> Tensor",
+    " ScalarType dtype, bool compiled) -> Tensor",
     lambda latent_cache, block_table, centers, width, bits, group, dtype: GroupQuantizer(bits, group).decode(
         latent_cache[block_table.flatten().clamp(min=0).long()], width, dtype, centers
     ),
     lambda latent_cache, block_table, centers, width, bits, group, dtype: latent_cache.new_empty(
         block_table.numel(), latent_cache.shape[1], width, dtype=dtype
     ),
+    "mha2mla.kernels.group_codes.kernel:launch_read_codes",
 )

@@ -1,0 +1,121 @@
+"""Kernels that append and read codes: on the C target bit for bit what plain torch makes; compiled for a Hopper."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+pytest.importorskip("tilelang", reason="TileLang is not installed")
+
+from mha2mla.kernels import GroupQuantizer, append_codes, read_codes
+from mha2mla.kernels.group_codes.kernel import make_append_codes, make_read_codes
+from mha2mla.kernels.machine import EXACT_PASS_CONFIGS
+from tests.few import each, few
+from tests.kernels.compiled import for_cpu, gate
+
+PAGE, PAGES = 16, 5
+
+
+def given(bits: int, group: int, width: int, has_centers: bool, rows: int = 20):
+    """Quantizer, centers or None, rows near them of sizes from 1e-3 to 1e3, and slots, two outside the cache."""
+    make = torch.Generator().manual_seed(width + bits)
+    latent = torch.randn(rows, width, generator=make) * torch.logspace(-3, 3, rows)[:, None]
+    centers = torch.randn(2, width, generator=make) * 5 if has_centers else None
+    if has_centers:
+        latent += centers[torch.arange(rows) % 2]
+    latent[1, :group] = 0.25  # a group without a step
+    slots = torch.randperm(PAGE * PAGES, generator=make)[:rows].int()
+    slots[3:5] = torch.tensor([-1, PAGE * PAGES])
+    return GroupQuantizer(bits, group), centers, latent, slots
+
+
+def empty_cache(quantizer: GroupQuantizer, width: int) -> torch.Tensor:
+    return torch.full((PAGES, PAGE, quantizer.bytes_per_row(width)), 171, dtype=torch.uint8)
+
+
+@cache
+def on_cpu(make, **static):
+    return for_cpu(make(**static, page_size=PAGE, dtype="float32", on_cpu=True))
+
+
+def append_on_cpu(quantizer, centers, latent, slots):
+    width, stored = latent.shape[1], empty_cache(quantizer, latent.shape[1])
+    static = {"width": width, "bits": quantizer.bits, "group": quantizer.group, "has_centers": centers is not None}
+    near = torch.full((2, width), torch.nan) if centers is None else centers
+    on_cpu(make_append_codes, **static)(latent, slots, near, stored.view(torch.int32), stored.view(torch.float16))
+    return stored
+
+
+@each("bits, group, has_centers, width", (4, 8, 3, 1, 7), (32, 64), (True, False), (192, 64, 1024))
+def test_appended_bytes_are_the_references(bits, group, has_centers, width):
+    quantizer, centers, latent, slots = given(bits, group, width, has_centers)
+    expected = empty_cache(quantizer, width)
+    append_codes(latent, expected, slots, quantizer, centers)
+    assert torch.equal(append_on_cpu(quantizer, centers, latent, slots), expected)
+
+
+@pytest.mark.parametrize("has_centers", [True, False])
+def test_append_keeps_what_is_not_finite_in_its_group(has_centers):
+    quantizer, centers, latent, slots = given(4, 32, 128, has_centers)
+    wrong = latent.clone()
+    for row, value in ((6, torch.nan), (7, torch.inf), (8, -torch.inf)):
+        wrong[row, 40] = value
+    stored = [append_on_cpu(quantizer, centers, rows, slots).flatten(0, 1) for rows in (latent, wrong)]
+    both = [quantizer.decode(rows[slots[6:9].long()], 128, centers=centers) for rows in stored]
+    assert both[1][:, 32:64].isnan().all()
+    if not has_centers:  # a distance that is not finite: from the first center
+        assert torch.equal(both[0][:, :32], both[1][:, :32]) and torch.equal(both[0][:, 64:], both[1][:, 64:])
+    assert both[1][:, :32].isfinite().all() and both[1][:, 64:].isfinite().all()
+
+
+def test_append_takes_the_first_of_equally_far_centers():
+    quantizer, centers, latent, slots = given(4, 32, 64, True)
+    same = centers[:1].expand(2, -1).contiguous()
+    stored = append_on_cpu(quantizer, same, latent, slots)
+    expected = empty_cache(quantizer, 64)
+    append_codes(latent - centers[0], expected, slots, quantizer, None)
+    assert torch.equal(stored, expected)
+
+
+@each("bits, group, has_centers, width", (4, 8, 3, 1, 7), (32, 64), (True, False), (192, 64, 1024))
+def test_read_rows_are_the_references(bits, group, has_centers, width):
+    quantizer, centers, _, _ = given(bits, group, width, has_centers)
+    latent = torch.randn(PAGES * PAGE, width) + (0 if centers is None else centers[torch.arange(PAGES * PAGE) % 2])
+    stored = quantizer.encode(latent, centers).view(PAGES, PAGE, -1)
+    table = torch.tensor([[3, -1, 0], [4, PAGES, 3]], dtype=torch.int32)
+    out = torch.full((6, PAGE, width), 7.0)
+    static = {"width": width, "bits": bits, "group": group, "has_centers": has_centers}
+    near = torch.full((2, width), torch.nan) if centers is None else centers
+    on_cpu(make_read_codes, **static)(stored.view(torch.int32), table.flatten(), near, out)
+    expected = read_codes(stored, torch.tensor([[3, 0, 4, 3]], dtype=torch.int32), width, quantizer, centers, out.dtype)
+    assert torch.equal(out[[0, 2, 3, 5]], expected)
+    assert (out[[1, 4]] == 7).all()  # pages that the table lacks
+
+
+@few("bits, width", [(4, 512), (3, 192), (8, 1024)], count=1)
+@pytest.mark.parametrize("make", [make_read_codes, make_append_codes])
+def test_kernels_fit(make, bits, width):
+    static = {"width": width, "bits": bits, "group": 32, "page_size": 64, "dtype": "bfloat16", "has_centers": True}
+    gate(make(**static), EXACT_PASS_CONFIGS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@each("bits, group, has_centers, width", (4, 8, 3), (32, 64), (True, False), (192, 512, 1024))
+def test_kernels_on_a_gpu_are_the_references(bits, group, has_centers, width, dtype):
+    """Bit for bit, except where the compiler's float16 rounding of what is no number differs."""
+    quantizer, centers, latent, slots = given(bits, group, width, has_centers, rows=60)
+    latent = latent.clamp(-3e4, 3e4).to(dtype)
+    expected = empty_cache(quantizer, width)
+    append_codes(latent, expected, slots, quantizer, centers)
+    stored, near = empty_cache(quantizer, width).cuda(), None if centers is None else centers.cuda()
+    append_codes(latent.cuda(), stored, slots.cuda(), quantizer, near, backend="tilelang")
+    assert torch.equal(stored.cpu(), expected)
+    whole = quantizer.encode(torch.randn(PAGES * PAGE, width), centers).view(PAGES, PAGE, -1)
+    table = torch.tensor([[3, 0, -1], [4, 3, 1]], dtype=torch.int32)
+    found = read_codes(whole.cuda(), table.cuda(), width, quantizer, near, dtype, backend="tilelang").cpu()
+    assert torch.equal(
+        found[[0, 1, 3, 4, 5]], read_codes(whole, table, width, quantizer, centers, dtype)[[0, 1, 3, 4, 5]]
+    )
