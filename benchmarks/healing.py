@@ -1,19 +1,27 @@
-"""Healing of one conversion: what is trained × rates × tokens, beside controls that a user would ask for.
+"""Healing of conversions: what is trained × rates × tokens × ratios, beside controls that a user would ask for.
 
-    python benchmarks/healing.py --json benchmarks/results/h200-healing.json
+    python benchmarks/healing.py --work /tmp/heal --minutes 8 --json /tmp/log/healing.json
+    python benchmarks/healing.py --work /tmp/heal --arms 0.1875:all:1e-4:20e6 0.125x3:best:best:5e6
 
-Rows, the most telling first: the conversion itself; the source over quantised KV caches; a conversion of full rank
-trained alike, which must stay at 1.000; every arm at the fewest tokens; the best arm at more tokens; the conversion
-with twice the steps of the layer fit. All arms train on one text that the source writes, and are read back and compared
-with the source in float32 on texts that none of them saw. Conversions that lie in ``work`` are not made again: the
-first run makes them. No row begins after ``minutes``; those left out are named. The file is written after every row.
+An arm is RATIO[xBITS]:TRAIN:RATE:TOKENS: a conversion in layout latent, whose latents have 16 bits or as many as it
+says; what of it is trained, at which rate, on how many tokens. ``best`` for both stands for those of the finished arms
+of that conversion (else of any) that ended with the smallest loss on held-out windows. All arms train on one text that
+the source writes, keep their last weights, and are read back and compared with the source in float32 on texts that none
+of them saw.
+
+The first row is the text, the next ones are the conversion of the first arm and the source over quantised KV caches.
+An arm is not begun when it would not end within ``minutes``, by the speed of those before; a row that fails says why,
+and the others go on. Conversions that lie in ``work``, and text in the cache folder, are not made again. The file is
+written after every row, and ``work/curve.json`` has the curve of the arm that runs.
 """
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,77 +31,152 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import mha2mla
 from benchmarks.recording import Recording, command
-from mha2mla.environment import cache_folder, compute_device
+from mha2mla.conversion.resume import WorkFolder
+from mha2mla.conversion.source.opening import open_source
+from mha2mla.environment import compute_device
+from mha2mla.eval.loading import load_model, load_tokenizer
 from mha2mla.eval.quality import TEXTS, evaluate_quality
 from mha2mla.eval.quantized_caches import KVCodes
+from mha2mla.healing.settings import DEFAULT_TEXT, Settings
+from mha2mla.healing.text import describe_text, training_text
 from mha2mla.trial_models import fetch_smollm2
 
-COLUMNS = ("name", "bytes", "train", "rate", "tokens", "seconds", "tokens_per_second", "kl_held_out")
+# The most telling ones first: what to train and at which rate, the control, ranks with bits, more tokens.
+ARMS = (
+    *("0.1875:attention:1e-4:2e6", "0.1875:all:1e-4:2e6", "0.1875:attention:3e-4:2e6", "0.1875:all:3e-4:2e6"),
+    *("1.0:attention:1e-4:2e6", "0.156x4:best:best:2e6", "0.125x3:best:best:2e6", "0.1875:best:best:10e6"),
+    *("0.1875:attention:3e-5:2e6", "0.1875:all:3e-5:2e6", "0.1875:lora:3e-4:2e6", "0.1875:best:best:20e6"),
+)
+COLUMNS = ("name", "bytes", "train", "rate", "tokens", "seconds", "tokens_per_second", "flop_share", "kl_held_out")
+_BITS = 16
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One training, of :data:`ARMS`' form."""
+
+    name: str
+    conversion: str
+    train: str
+    rate: str
+    tokens: int
+
+    @classmethod
+    def of(cls, text: str) -> Arm:
+        """Raises ValueError where ``text`` has another form."""
+        try:
+            conversion, train, rate, tokens = text.split(":")
+            ratio, _, bits = conversion.partition("x")
+            float(ratio), int(bits or _BITS), rate == "best" or float(rate)
+            return cls(text, conversion, train, rate, int(float(tokens)))
+        except ValueError:
+            raise ValueError(f"arms has {text!r}; expected RATIO[xBITS]:TRAIN:RATE:TOKENS") from None
+
+    def resolve(self, losses: dict[Arm, float]) -> Arm:
+        """This arm with ``best`` replaced, given the losses of finished ones."""
+        same = {arm: loss for arm, loss in losses.items() if arm.conversion == self.conversion} or losses
+        found = min(same, key=same.get) if same else Arm("", "", "attention", "1e-4", 0)
+        train = found.train if self.train == "best" else self.train
+        rate = found.rate if self.rate == "best" else self.rate
+        name = self.name if (train, rate) == (self.train, self.rate) else f"{self.name} ({train} {rate})"
+        return Arm(name, self.conversion, train, rate, self.tokens)
 
 
 def study(
     model: str | None = None,
-    work: str | None = None,
-    cache_ratio: float = 0.1875,
-    preset: str | None = None,
-    train: list[str] | None = None,
-    rates: list[float] | None = None,
-    tokens: list[int] | None = None,
+    work: str = "healing",
+    arms: list[str] | None = None,
+    preset: str = "quick",
     text_tokens: int = 2_000_000,
     batch_tokens: int = 1 << 14,
-    length: int | None = None,
-    long_length: int | None = None,
+    tokens_at_once: int = 1 << 14,
+    length: int = 1024,
+    long_length: int = 8192,
+    long_share: float = 0.2,
+    evaluations: int = 4,
     texts: list[str] | None = None,
     lengths: list[int] | None = None,
     max_tokens: int = 8192,
-    minutes: float = 10.0,
+    text_only: bool = False,
+    minutes: float = 8.0,
     device: str | None = None,
     json: str | None = None,
 ) -> bool:
-    """A row for each control and arm.
+    """A row for the text, each conversion and each arm.
 
     Args:
         model: folder of a source; default SmolLM2-135M-Instruct.
-        work: folder for conversions and healed models; what lies there is not made again.
-        cache_ratio: of the conversion, in layout latent.
-        preset: of the conversions; default latent on CUDA, quick elsewhere.
-        train: arms; default attention, all and lora.
-        rates: learning rates; default 3e-5, 1e-4 and 3e-4.
-        tokens: to train on; default 2, 5 and 20 million.
+        work: folder for conversions and healed models; conversions that lie there are not made again.
+        arms: RATIO[xBITS]:TRAIN:RATE:TOKENS each.
+        preset: of the conversions.
         text_tokens: different ones that the source writes.
-        batch_tokens: of a step.
-        length, long_length: tokens of training windows; default those of the preset standard.
+        batch_tokens: of a step. tokens_at_once: of a pass.
+        length, long_length: tokens of training windows. long_share: share of tokens in long ones.
+        evaluations: of held-out windows, in each arm.
         texts: to compare on; default three builtin ones.
-        lengths: of windows to compare in; default 512, 2048 and 8192.
+        lengths: of windows to compare in; default 512 and 8192.
         max_tokens: of each text and length.
-        minutes: after which no row is begun.
+        text_only: end after the text's row.
+        minutes: for all rows.
         device: cpu, cuda, …; default CUDA when there is one.
         json: file to write after every row.
     """
     began, place = time.perf_counter(), compute_device(device)
-    source = Path(model) if model else fetch_smollm2()
-    folder = Path(work) if work else cache_folder() / "healing"
-    preset = preset or ("latent" if place.type == "cuda" else "quick")
-    compared = {"texts": texts or list(TEXTS), "lengths": lengths or [512, 2048, 8192], "max_tokens": max_tokens}
-    settings = {"text_tokens": text_tokens, "batch_tokens": batch_tokens, "length": length, "long_length": long_length}
+    chosen = [Arm.of(text) for text in arms or ARMS]
+    source, folder = Path(model) if model else fetch_smollm2(), Path(work)
+    compared = {"texts": texts or list(TEXTS), "lengths": lengths or [512, 8192], "max_tokens": max_tokens}
+    settings = {
+        "text_tokens": text_tokens, "batch_tokens": batch_tokens, "tokens_at_once": tokens_at_once,
+        "length": length, "long_length": long_length, "long_share": long_share, "evaluations": evaluations,
+    }  # fmt: skip
     table = Recording("healing-study", json, model=source.name, preset=preset, compared=compared, settings=settings)
     left_out: list[str] = []
 
-    def has_time(name: str) -> bool:
-        if time.perf_counter() - began < 60 * minutes:
-            return True
-        left_out.append(name)
-        return False
+    def attempt(name: str, make: Callable[[], None]) -> None:
+        try:
+            make()
+        except Exception as error:
+            table.add({"name": name, "status": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()})
+        if place.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
 
-    def convert(name: str, **keys: Any) -> Path:
-        made = folder / f"{source.name}-{name}"
-        if not (made / "config.json").is_file():
-            recipe = {"preset": preset, "layout": "latent", **keys}
-            mha2mla.convert(source, made, recipe, evaluation_tokens=512, device=place, progress=False)
-        return made
+    def write_text() -> None:
+        opened, started = open_source(source), time.perf_counter()
+        digests = {name: each.sha256 for part in opened.identity() for name, each in part.items()}
+        how = Settings.of("standard", tokens=text_tokens, **settings)
+        folder.mkdir(parents=True, exist_ok=True)
+        pieces = WorkFolder(folder / "pieces", {})
+        blocks = training_text(
+            opened, DEFAULT_TEXT, how, text_tokens, place, digests=digests, work=pieces, progress=False
+        )
+        row = describe_text(blocks, opened.config.vocab_size)
+        seconds = time.perf_counter() - started
+        table.add({"name": "text", "seconds": seconds, "tokens_per_second": row["unique_tokens"] / seconds, **row})
 
-    def add(name: str, checkpoint: Path, caches: tuple[KVCodes, ...] = (), **more: Any) -> None:
-        found = evaluate_quality(source, checkpoint, **compared, caches=caches, device=place, progress=False).rows
+    attempt("text", write_text)
+    if text_only:
+        return table.show("Text that the source wrote", ("name", "seconds", "tokens_per_second", "distinct_4grams"))
+    original, tokenizer = load_model(source, "source", device=place, dtype=torch.float32), load_tokenizer(source, "")
+    made: dict[str, Path] = {}
+
+    def converted(name: str) -> Path:
+        if name not in made:
+            (ratio, _, bits), target = name.partition("x"), folder / f"{source.name}-{preset}-{name}"
+            started = time.perf_counter()
+            if not (target / "config.json").is_file():
+                recipe = {"preset": preset, "layout": "latent", "cache_ratio": float(ratio)}
+                recipe |= {"latent.bits": int(bits)} if bits else {}
+                mha2mla.convert(source, target, recipe, evaluation_tokens=512, device=place, progress=False)
+            made[name], seconds = target, time.perf_counter() - started
+            caches = () if len(made) > 1 else tuple(KVCodes(bits) for bits in (4, 3, 2))
+            compare(f"{name} converted", target, caches, seconds=seconds)
+        return made[name]
+
+    def compare(name: str, checkpoint: Path, caches: tuple[KVCodes, ...] = (), **more: Any) -> None:
+        found = evaluate_quality(
+            original, checkpoint, tokenizer=tokenizer, **compared, caches=caches, device=place, progress=False
+        ).rows
         for cache in dict.fromkeys(row.cache for row in found):
             rows = [row for row in found if row.cache == cache]
             numbers = {"bytes": rows[0].cache_share}
@@ -105,46 +188,38 @@ def study(
             own = {"texts": [row.to_dict() for row in rows]}
             table.add({"name": name if first else cache, **numbers, **(more if first else {}), **own})
 
-    def heal(name: str, converted: Path, count: int, rate: float, **keys: Any) -> float:
-        healed = folder / "healed"
+    losses: dict[Arm, float] = {}
+    overhead, speed = 0.0, 0.0  # seconds of an arm beside its steps, tokens/s of the last arm
+
+    def heal(arm: Arm) -> None:
+        nonlocal overhead, speed
+        conversion, started = converted(arm.conversion), time.perf_counter()
         report = mha2mla.heal(
-            source, converted, healed, preset="standard", tokens=count, rate=rate, device=place, progress=False,
-            overwrite=True, resume="never", **settings, **keys,
+            source, conversion, folder / "healed", preset="standard", tokens=arm.tokens, rate=float(arm.rate),
+            train=arm.train, keep="last", overwrite=True, resume="never", log=folder / "curve.json", device=place,
+            progress=False, **settings,
         )  # fmt: skip
         trained = report.trained
-        row = {"train": keys.get("train", "attention"), "rate": rate, "tokens": trained.tokens}
-        row |= {"seconds": trained.seconds, "tokens_per_second": trained.tokens_per_second}
-        row |= {"kl_held_out": trained.held_out_best, "kl_held_out_before": trained.held_out_before}
+        losses[arm], speed = trained.held_out_last, trained.tokens_per_second
+        row = {"conversion": arm.conversion, "train": arm.train, "rate": float(arm.rate), "tokens": trained.tokens}
+        row |= {"seconds": trained.seconds, "tokens_per_second": speed, "flop_share": report.flop_share}
+        row |= {"kl_held_out": trained.held_out_last, "kl_held_out_before": trained.held_out_before}
         row |= {"healing": report.to_dict() | {"rows": list(report.rows)}}
-        add(name, healed, **row)
-        return trained.held_out_best
+        compare(arm.name, folder / "healed", **row)
+        overhead = time.perf_counter() - started - trained.tokens / speed
 
-    counts, arms = sorted(tokens or [2_000_000, 5_000_000, 20_000_000]), train or ["attention", "all", "lora"]
-    chosen = rates or [1e-4, 3e-4, 3e-5]
-    converted = convert(f"{cache_ratio:g}", cache_ratio=cache_ratio)
-    add("converted", converted, tuple(KVCodes(bits) for bits in (4, 3, 2)))
-    if has_time("full rank, healed"):
-        heal("full rank, healed", convert("1.0", cache_ratio=1.0), counts[0], chosen[0], keep="last")
-    losses: dict[tuple[str, float], float] = {}
-    for rate, arm in itertools.product(chosen, arms):
-        if has_time(f"{arm} {rate:g}"):
-            try:
-                losses[arm, rate] = heal(f"{arm} {rate:g}", converted, counts[0], rate, train=arm)
-            except ImportError as error:
-                left_out.append(f"{arm} ({error})")
-    best = min(losses, key=losses.get, default=(arms[0], chosen[0]))
-    for count in counts[1:]:
-        if has_time(f"{best[0]} {best[1]:g}, {count:,} tokens"):
-            heal(f"{best[0]} {best[1]:g}, {count:,} tokens", converted, count, best[1], train=best[0])
-    steps = mha2mla.Recipe.from_preset(preset).fit.steps
-    if steps and has_time("twice the steps of the fit"):
-        fitted = convert(f"{cache_ratio:g}-fitted", cache_ratio=cache_ratio, **{"fit.steps": 2 * steps})
-        add("twice the steps of the fit", fitted)
+    for arm in chosen:
+        arm = arm.resolve(losses)
+        needed = overhead + (arm.tokens / speed if speed else 0.0)
+        if time.perf_counter() - began + needed > 60 * minutes:
+            left_out.append(arm.name)
+        else:
+            attempt(arm.name, lambda arm=arm: heal(arm))
     if left_out:
         print(f"left out: {', '.join(left_out)}")
-    shown = [key for row in table.rows for key in row if key.startswith("ratio ")]
+    shown = dict.fromkeys(key for row in table.rows for key in row if key.startswith("ratio "))
     title = "Perplexity ratio of the worst text by window; held-out KL of the training text"
-    return table.show(title, (*COLUMNS[:2], *dict.fromkeys(shown), *COLUMNS[2:]))
+    return table.show(title, (*COLUMNS[:2], *shown, *COLUMNS[2:], "status"))
 
 
 if __name__ == "__main__":

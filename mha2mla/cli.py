@@ -118,12 +118,14 @@ def heal(
     batch_tokens: int | None = None,
     tokens_at_once: int | None = None,
     checkpointing: healing.Checkpointing = "auto",
+    evaluations: int = 10,
     keep: healing.Keep = "best",
     seed: int = 0,
     device: Device = None,
     dtype: Dtype | None = None,
     overwrite: bool = False,
     resume: Literal["auto", "never"] = "auto",
+    log: str | None = None,
     json: Json = None,
 ) -> None:
     """Trains a converted checkpoint towards the predictions of its source.
@@ -149,18 +151,20 @@ def heal(
         batch_tokens: of an optimizer step.
         tokens_at_once: of a pass, as memory allows.
         checkpointing: whether activations are recomputed to save memory; auto does where hidden states are wide.
+        evaluations: of held-out windows while it trains, and as many checkpoints.
         keep: weights with the best loss on held-out windows, or the last ones.
         seed: of text, order and adapters.
         dtype: of the written weights; default those of the conversion.
         overwrite: replace a destination that is empty or converted.
         resume: auto goes on from the last checkpoint of a killed run, never discards it.
+        log: JSON file that has the curve of the losses so far, after every evaluation.
     """
     record = report_file(json, "healing", source, converted, made=destination)
     given = {
         "minutes": minutes, "tokens": tokens, "train": train, "rate": rate, "latent_rate": latent_rate,
         "lora_rank": lora_rank, "text_tokens": text_tokens, "length": length, "long_length": long_length,
         "long_share": long_share, "batch_tokens": batch_tokens, "tokens_at_once": tokens_at_once,
-        "checkpointing": checkpointing, "keep": keep, "seed": seed,
+        "checkpointing": checkpointing, "evaluations": evaluations, "keep": keep, "seed": seed,
     }  # fmt: skip
     healing.Settings.of(preset, **given)
     check_text(text)
@@ -171,7 +175,7 @@ def heal(
     from mha2mla.eval.report import write_json
     from mha2mla.healing.run import heal as run
 
-    options = {"device": device, "dtype": torch_dtype(dtype), "overwrite": overwrite, "resume": resume}
+    options = {"device": device, "dtype": torch_dtype(dtype), "overwrite": overwrite, "resume": resume, "log": log}
     found = run(source, converted, destination, preset=preset, text=text, **options, **given)
     print(found)
     if record is not None:

@@ -61,6 +61,7 @@ def heal(
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
     resume: Literal["auto", "never"] = "auto",
+    log: str | os.PathLike[str] | None = None,
     progress: bool = True,
     **settings: Any,
 ) -> HealingReport:
@@ -82,6 +83,7 @@ def heal(
         dtype: of the written weights; default those of ``converted``. Training keeps them in float32.
         overwrite: replace a destination that is empty or a converted checkpoint, after the new one is complete.
         resume: "auto" goes on from what an interrupted run of the same healing left; "never" discards it.
+        log: JSON file that has the curve of the losses so far, after every evaluation.
         progress: bars on standard error.
         settings: of :class:`~mha2mla.healing.settings.Settings`, such as ``minutes=15`` or ``train="lora"``.
 
@@ -150,7 +152,7 @@ def heal(
             newest = processes.share(lambda: last_checkpoint(checkpoints))
             result = train(
                 distillation, blocks, held_out, chosen, tokens, checkpoints,
-                going_on=newest, weights=weights, progress=progress,
+                going_on=newest, weights=weights, log=None if log is None else Path(log), progress=progress,
             )  # fmt: skip
             counts = _counts(models, place, result.tokens_per_second)
             made = models.trained() if result.kept_step else {}

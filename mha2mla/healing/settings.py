@@ -53,6 +53,7 @@ class Settings:
         tokens_at_once: of a forward and backward pass, in whole long windows.
         checkpointing: whether the backward pass recomputes activations; "auto" where hidden states have 2048 elements
             or more.
+        evaluations: of the held-out windows while it trains, and as many checkpoints.
         keep: the weights with the smallest loss on held-out windows, or the last ones.
         seed: of text, order and adapters.
 
@@ -74,6 +75,7 @@ class Settings:
     lora_rank: int = 16
     long_share: float = 0.2
     checkpointing: str = "auto"
+    evaluations: int = 10
     keep: str = "best"
     seed: int = 0
 
@@ -83,8 +85,9 @@ class Settings:
             if value not in words:
                 close = did_you_mean(value, words)
                 raise ValueError(f"{name} is {value!r:.80}; expected one of {', '.join(map(repr, words))}{close}")
-        for name in ("tokens", "text_tokens", "length", "long_length", "batch_tokens", "tokens_at_once", "lora_rank"):
-            value, least = getattr(self, name), 1 if name == "lora_rank" else 2
+        counts = ("tokens", "text_tokens", "length", "long_length", "batch_tokens", "tokens_at_once")
+        for name in (*counts, "lora_rank", "evaluations"):
+            value, least = getattr(self, name), 2 if name in counts else 1
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise ValueError(f"{name} is {value!r:.80}; expected a whole number of at least {least}")
         for name in ("minutes", "rate", "latent_rate"):

@@ -26,7 +26,6 @@ from mha2mla.healing.student import Models, parameter_groups
 from mha2mla.terminal import progress_bar
 
 WARM_UP, DECAY = 0.03, 0.2  # shares of the steps
-EVALUATIONS = 10  # of a run, and as many checkpoints
 _LOGS = 200
 _TIMED = 3  # passes
 _COMPLETE = "complete.json"
@@ -124,6 +123,31 @@ class _Trainer(Trainer):
         return self.accelerator.prepare(DataLoader(self.train_dataset, self.args.per_device_train_batch_size))
 
 
+class _Clock(TrainerCallback):
+    """Seconds of the optimizer steps alone: no evaluation, checkpoint or kernel that is compiled for the first one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds, self._device, self._began = 0.0, device, 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._began = _now(self._device)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.seconds += _now(self._device) - self._began
+
+
+class _Log(TrainerCallback):
+    """The curve so far as a JSON file, after every evaluation."""
+
+    def __init__(self, path: Path, step_tokens: int) -> None:
+        self._path, self._step_tokens = path, step_tokens
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.is_world_process_zero:
+            curve = json.dumps(list(_curve(state.log_history, self._step_tokens)))
+            atomic_write(self._path, lambda path: path.write_text(curve, encoding="utf-8"))
+
+
 class _Bar(TrainerCallback):
     """A progress bar with the loss, and a refusal of one that is no number."""
 
@@ -197,8 +221,8 @@ class Trained:
         held_out_before, held_out_best, held_out_last: mean KL on the held-out windows.
         best_step: after which the loss on held-out windows was smallest; 0: before the first.
         kept_step: whose weights the student has.
-        seconds: of the steps of this run, evaluations and checkpoints among them.
-        tokens_per_second: of this run.
+        seconds: of this run, evaluations and checkpoints among them.
+        tokens_per_second: of this run's steps alone.
         curve: logged losses and rates by step.
     """
 
@@ -216,17 +240,21 @@ class Trained:
 
 
 def tokens_in(minutes: float, distillation: Distillation, settings: Settings, vocabulary: int) -> int:
-    """Tokens that ``minutes`` of training take on this machine, by a few passes over random tokens; no step is made."""
-    device = distillation.student.device
-    ids = torch.randint(vocabulary, (settings.pass_tokens // settings.long_length, settings.long_length))
-    batch = {"input_ids": ids.to(device), "lengths": torch.full((len(ids),), settings.length)}
-    started = 0.0
-    for index in range(_TIMED + 1):  # the first warms up
-        if index == 1:
-            started = _now(device)
-        distillation.train()(**batch)["loss"].backward()
-        distillation.zero_grad()
-    seconds = (_now(device) - started) / _TIMED
+    """Tokens that ``minutes`` of training take on this machine, by a few passes over random tokens in windows of both
+    lengths, the first of which compile what is compiled; no step is made."""
+    device, seconds = distillation.student.device, 0.0
+    ids = torch.randint(vocabulary, (settings.pass_tokens // settings.long_length, settings.long_length)).to(device)
+    shares = {settings.length: 1.0}
+    if settings.length < settings.long_length:
+        shares = {settings.length: 1 - settings.long_share, settings.long_length: settings.long_share}
+    for length, share in shares.items():
+        lengths, started = torch.full((len(ids),), length), 0.0
+        for index in range(_TIMED + 1):  # the first warms up
+            if index == 1:
+                started = _now(device)
+            distillation.train()(ids, lengths)["loss"].backward()
+            distillation.zero_grad()
+        seconds += share * (_now(device) - started) / _TIMED
     return max(settings.step_tokens, int(60 * minutes / seconds * settings.pass_tokens))
 
 
@@ -246,6 +274,7 @@ def train(
     *,
     going_on: Path | None = None,
     weights: Tensor | None = None,
+    log: Path | None = None,
     progress: bool,
 ) -> Trained:
     """Trains the student and leaves it the weights to keep.
@@ -258,6 +287,7 @@ def train(
         folder: of the checkpoints: trained weights, AdamW's state, random states.
         going_on: the checkpoint there to go on from (:func:`last_checkpoint`).
         weights: [blocks, size] of the tokens' losses.
+        log: JSON file that has the curve so far after every evaluation.
 
     Raises:
         ValueError: the loss became NaN or infinite.
@@ -290,19 +320,20 @@ def train(
     )
     step_tokens = settings.step_tokens * arguments.world_size
     steps = max(1, tokens // step_tokens)
-    every = max(1, steps // EVALUATIONS)
+    every = max(1, steps // settings.evaluations)
     arguments.max_steps, arguments.warmup_steps = steps, math.ceil(WARM_UP * steps)
     arguments.lr_scheduler_kwargs = {"num_decay_steps": max(1, round(DECAY * steps)), "decay_type": "1-sqrt"}
     arguments.eval_steps = arguments.save_steps = every
     arguments.logging_steps = max(1, steps // _LOGS)
     order = passes(len(blocks), steps * step_tokens // blocks.size, settings.seed)
+    clock, callbacks = _Clock(device), [] if log is None else [_Log(log, step_tokens)]
     trainer = _Trainer(
         settings,
         model=distillation,
         args=arguments,
         train_dataset=Blocks(blocks, order, weights),
         eval_dataset=Blocks(held_out, range(len(held_out))),
-        callbacks=[_Bar(progress, step_tokens), _Checkpoints()],
+        callbacks=[clock, *callbacks, _Bar(progress, step_tokens), _Checkpoints()],
     )
     trainer.remove_callback(PrinterCallback)
     initial = {name: tensor.clone().cpu() for name, tensor in distillation.state_dict().items()}
@@ -330,7 +361,7 @@ def train(
         best_step=best_step,
         kept_step=best_step if settings.keep == "best" else steps,
         seconds=seconds,
-        tokens_per_second=(steps - done) * step_tokens / seconds,
+        tokens_per_second=(steps - done) * step_tokens / clock.seconds if steps > done else 0.0,
         curve=list(_curve(state.log_history, step_tokens)),
     )
 

@@ -4,42 +4,68 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from benchmarks import healing
 
 
-def study(tiny_source, tmp_path, **keys):
+def study(tiny_source, tmp_path, *arms, right=True, **keys):
     settings = {
         "model": str(tiny_source),
         "work": str(tmp_path / "work"),
-        "cache_ratio": 0.5,
+        "arms": list(arms),
         "preset": "minimal",
-        "train": ["attention", "all"],
-        "rates": [1e-4],
-        "tokens": [512, 1024],
         "text_tokens": 512,
         "batch_tokens": 256,
+        "tokens_at_once": 128,
         "length": 64,
         "long_length": 64,
+        "evaluations": 2,
         "texts": ["builtin:prose"],
         "lengths": [48, 96],
         "max_tokens": 96,
         "device": "cpu",
         "json": str(tmp_path / "rows.json"),
     }
-    assert healing.study(**{**settings, **keys})
+    assert healing.study(**{**settings, **keys}) is right
     return {row["name"]: row for row in json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))["rows"]}
 
 
-def test_a_study_from_end_to_end(tiny_source, tmp_path, monkeypatch, capsys):
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("MHA2MLA_CACHE", str(tmp_path / "cache"))
-    rows = study(tiny_source, tmp_path)
+
+
+def test_a_study_from_end_to_end(tiny_source, tmp_path, capsys):
+    arms = ("0.5:attention:1e-4:512", "0.5:all:1e-4:512", "1.0:attention:1e-4:512", "0.25x4:best:best:1024")
+    rows = study(tiny_source, tmp_path, *arms)
     source = [f"source, KV {bits} bits, keys by channel" for bits in (4, 3, 2)]
-    assert list(rows)[:6] == ["converted", *source, "full rank, healed", "attention 0.0001"]
-    assert rows["full rank, healed"]["KL 96"] < 0.1 * rows["converted"]["KL 96"]
-    assert rows["full rank, healed"]["healing"]["trained"]["kept_step"] == 2
-    assert rows["all 0.0001"]["tokens"] == 512 and rows["converted"]["bytes"] == 0.5
-    assert any(row.get("tokens") == 1024 for row in rows.values())
+    assert list(rows)[:6] == ["text", "0.5 converted", *source, "0.5:attention:1e-4:512"]
+    full, last = rows["1.0:attention:1e-4:512"], rows[list(rows)[-1]]
+    assert full["KL 96"] < 0.1 * rows["0.5 converted"]["KL 96"]
+    assert full["healing"]["trained"]["kept_step"] == 2
+    assert rows["0.5:all:1e-4:512"]["tokens"] == 512 and rows["0.5 converted"]["bytes"] == 0.5
+    assert (last["tokens"], last["bytes"]) == (1024, rows["0.25x4 converted"]["bytes"])
+    assert last["name"].startswith("0.25x4:best:best:1024 (a")
     assert len(list((tmp_path / "cache" / "texts").iterdir())) == 1, "every arm trains on the same text"
+    curve = json.loads((tmp_path / "work" / "curve.json").read_text(encoding="utf-8"))
+    assert curve == last["healing"]["trained"]["curve"]
+    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "work").glob("*-minimal-*/model.safetensors")}
     capsys.readouterr()
-    assert list(study(tiny_source, tmp_path, minutes=0)) == ["converted", *source]
-    assert "left out: full rank, healed, attention 0.0001, all 0.0001" in capsys.readouterr().out
+    assert list(study(tiny_source, tmp_path, *arms, minutes=0)) == ["text"]
+    assert "left out: 0.5:attention:1e-4:512, 0.5:all:1e-4:512" in capsys.readouterr().out
+    assert list(study(tiny_source, tmp_path, arms[0]))[-1] == arms[0]
+    assert len(made) == 3 and all(path.stat().st_mtime_ns == time for path, time in made.items())
+
+
+def test_an_arm_that_fails_leaves_the_others(tiny_source, tmp_path):
+    rows = study(tiny_source, tmp_path, "0.5:mlp:1e-4:512", "0.5:attention:1e-4:512", right=False)
+    failed = rows["0.5:mlp:1e-4:512"]
+    assert failed["status"].startswith("ValueError: train is 'mlp'") and "Traceback" in failed["traceback"]
+    assert rows["0.5:attention:1e-4:512"]["tokens"] == 512
+
+
+@pytest.mark.parametrize("text", ["0.5", "half:all:1e-4:512", "0.5:all:fast:512", "0.5x:all:best:much"])
+def test_an_arm_of_another_form_is_refused(text):
+    with pytest.raises(ValueError, match=f"arms has '{text}'; expected RATIO"):
+        healing.Arm.of(text)

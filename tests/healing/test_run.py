@@ -64,6 +64,23 @@ def test_loss_falls_and_attention_alone_changes(folders, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
+def test_speed_leaves_evaluations_out_and_log_has_the_curve(folders, tmp_path, monkeypatch):
+    """A clock that each step moves by 2 s, each evaluation by 100 s."""
+    now, evaluate = [0.0], training.Trainer.evaluate
+
+    def evaluating(*args, **keys):
+        now[0] += 100
+        return evaluate(*args, **keys)
+
+    monkeypatch.setattr(training, "_now", lambda _: now.__setitem__(0, now[0] + 1) or now[0])
+    monkeypatch.setattr(training.Trainer, "evaluate", evaluating)
+    report = heal(folders, tmp_path / "out", log=tmp_path / "curve.json", evaluations=2)
+    assert report.trained.tokens_per_second == 1280 / 10 and report.trained.seconds > 300
+    curve = json.loads((tmp_path / "curve.json").read_text())
+    assert [row["step"] for row in curve if "held_out_kl" in row] == [0, 5, 10]
+    assert curve == report.trained.curve
+
+
 def test_healed_checkpoint_is_a_conversion_with_both_figures(folders, tmp_path):
     report = heal(folders, tmp_path / "out", text="builtin:prose", length=32, long_length=32, rate=5e-4, tokens=2560)
     old, new = (json.loads((folder / "conversion.json").read_text()) for folder in (folders[1], tmp_path / "out"))

@@ -20,12 +20,12 @@ def test_a_pass_has_every_block_once():
 
 
 def test_minutes_become_tokens_by_the_clock(folders, monkeypatch):  # noqa: F811
-    settings = Settings.of("quick", minutes=2.0, length=32, long_length=32, batch_tokens=64, tokens_at_once=64)
+    settings = Settings.of("quick", minutes=2.0, length=32, long_length=64, batch_tokens=64, tokens_at_once=64)
     distillation = Distillation(load_models(*folders, torch.device("cpu"), settings), None)
-    clock = iter([10.0, 16.0])  # three passes of 64 tokens in six seconds
+    clock = iter([10.0, 16.0, 20.0, 32.0])  # three passes of 64 tokens in six seconds, of long windows in twelve
     monkeypatch.setattr(training, "_now", lambda _: next(clock))
     before = {name: each.clone() for name, each in distillation.state_dict().items()}
-    assert tokens_in(2.0, distillation, settings, 258) == 120 / 2 * 64
+    assert tokens_in(2.0, distillation, settings, 258) == int(120 / (0.8 * 2 + 0.2 * 4) * 64)
     assert all(torch.equal(before[name], each) for name, each in distillation.state_dict().items())
     assert all(each.grad is None for each in distillation.parameters())
 
