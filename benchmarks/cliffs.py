@@ -5,7 +5,8 @@
 
 Issue 34's shapes come first, then geometries drawn from the seed, each of about 200 MB of cache. Of a layout that makes
 rotary keys from the latent both ways are timed: keys computed, and kept beside as many tokens; of several new tokens
-also the call with one. Each result is checked against float64 on some of its sequences before it is timed.
+also the call with one; of some named shapes other kernels than the rule's (``of_rule``: their time over its). Each
+result is checked against float64 on some of its sequences before it is timed.
 
 ``limit_us`` is the larger of bytes / R and products / 800 TFLOP/s, and ``binds`` says which; ``over`` is the time with
 a dirty L2 over it, ``graph_over`` the time in a CUDA graph; ``of_one`` the time over that of one new token.
@@ -19,8 +20,8 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,16 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measuring import Row, decode_jobs, read_rate, start_measuring
+from benchmarks.measuring import Row, read_rate, start_measuring
 from benchmarks.recording import Recording, command
 from benchmarks.rotary_keys import with_kept_keys
 from benchmarks.runner import PIPE_WIDTH
 from benchmarks.shapes import decode_case
 from mha2mla.eval.report import print_table
-from mha2mla.kernels import mla_decode
+from mha2mla.kernels import DecodePlan, mla_decode
+from mha2mla.kernels.devices import num_sms
+from mha2mla.kernels.mla_decode.api import LATENT
+from mha2mla.kernels.mla_decode.selection import list_kernels
 from mha2mla.kernels.parallel_compilation import (
     COMPILE_TIMEOUT,
     OUT_OF_TIME,
@@ -44,8 +48,10 @@ from mha2mla.kernels.parallel_compilation import (
     compile_launches,
     run_in_workers,
 )
+from mha2mla.kernels.split_kv.choice import HOPPER, KernelChoice
 from mha2mla.kernels.split_kv.op import compiled_shape
 from mha2mla.modeling.config import MAX_KEPT_SHARE
+from mha2mla.testing.kernel_check import plan_for
 from mha2mla.testing.problems import LatentProblem, Problem, judge
 from mha2mla.testing.timing import time_callable
 
@@ -60,12 +66,46 @@ NAMED = (
     (9, 0, 176, 128, 64, 1), (64, 0, 512, 64, 32, 1), (40, 0, 448, 128, 64, 1), (28, 0, 512, 128, 64, 4),
     (28, 28, 384, 8, 64, 1), (48, 6, 264, 40, 32, 1), (24, 8, 576, 24, 64, 1), (32, 8, 960, 8, 64, 1),
     (10, 10, 168, 24, 64, 1), (64, 1, 768, 64, 64, 1), (36, 4, 1024, 32, 64, 1), (80, 8, 320, 16, 64, 1),
-    (5, 5, 512, 64, 64, 5), (28, 0, 1024, 128, 64, 1),
+    (5, 5, 512, 64, 64, 5), (28, 0, 1024, 128, 64, 1), (40, 1, 512, 128, 64, 1), (28, 1, 512, 128, 64, 4),
 )  # fmt: skip
+# Of these shapes also kernels that the rule does not choose: kernel, tiles of query rows.
+OTHERS = {
+    (80, 8, 320, 16, 64, 1): (("swap_ab_ws", 3), ("heads_on_m", 2)),
+    (5, 5, 512, 64, 64, 5): (("swap_ab_ws", 2),),
+    (64, 1, 768, 64, 64, 1): (("swap_ab_cluster", 2),),
+    (36, 4, 1024, 32, 64, 1): (("swap_ab_cluster", 2),),
+    (40, 1, 512, 128, 64, 1): (("swap_ab_cluster", 1),),
+    (28, 1, 512, 128, 64, 4): (("swap_ab_cluster", 2),),
+}
 COLUMNS = (
     "name", "kernel", "rows", "tiles", "ctas_per_sm", "MB", "us", "graph_us", "limit_us", "binds", "over", "graph_over",
-    "of_one", "of_computed", "before_us", "auto", "error", "status",
+    "of_one", "of_computed", "of_rule", "before_us", "auto", "error", "status",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call to time, by the rule's choice or, where it is not None, by the first of ``kernel`` and tiles."""
+
+    problem: Problem
+    kernel: tuple[str, int] | None = None
+
+    @property
+    def name(self) -> str:
+        return decode_case(self.problem).name + (f" {self.kernel[0]} {self.kernel[1]} tiles" if self.kernel else "")
+
+    def choice(self) -> KernelChoice:
+        op, shape = self.problem.op, compiled_shape(self.problem.shape())
+        if self.kernel is None:
+            return op.select(shape, HOPPER)
+        listed = list_kernels(shape, HOPPER, has_rope_cache=op is not LATENT)
+        return next(choice for choice in listed if (choice.kernel, choice.tiling.num_tiles) == self.kernel)
+
+    def job(self) -> CompileJob:
+        """Its kernels, for this machine's GPU."""
+        choice, batch = self.choice(), len(self.problem.lengths)
+        launch = choice, choice.num_ctas(num_sms(torch.device("cuda", torch.cuda.current_device()))), batch
+        return CompileJob(self.problem.op.name, compiled_shape(self.problem.shape()), HOPPER, (launch,))
 
 
 def problem_of(
@@ -90,14 +130,37 @@ def draw(seed: int, number: int, size: float = CACHE_BYTES) -> Problem:
         page, seqlen_q = rng.choice((16, 32, 64, 64, 128)), rng.choice((1, 1, 1, rng.randint(2, 8)))
         batch = rng.choice((1, 8, 32, 64, 64, 128))
         problem = problem_of(heads, groups, d_c, d_r, page, seqlen_q, batch, size)
-        if all(call.op.explain(call.shape(), "cuda") is None for call in calls_of(problem)):
+        if all(call.problem.op.explain(call.problem.shape(), "cuda") is None for call in calls_of(problem)):
             return problem
 
 
-def calls_of(problem: Problem) -> list[Problem]:
-    """What is timed of a geometry: keys computed and kept, of one new token and of all."""
+def calls_of(problem: Problem) -> list[Call]:
+    """What is timed of a geometry: keys computed and kept, of one new token and of all; then other kernels."""
     ways = [problem, with_kept_keys(problem)] if isinstance(problem, LatentProblem) else [problem]
-    return [replace(way, seqlen_q=tokens) for tokens in dict.fromkeys((1, problem.seqlen_q)) for way in ways]
+    calls = [Call(replace(way, seqlen_q=tokens)) for tokens in dict.fromkeys((1, problem.seqlen_q)) for way in ways]
+    groups = 0 if isinstance(problem, LatentProblem) else problem.num_rope_heads
+    sizes = problem.heads, groups, problem.kv_lora_rank, problem.qk_rope_head_dim, problem.page_size, problem.seqlen_q
+    return calls + [Call(problem, kernel) for kernel in OTHERS.get(sizes, ())]
+
+
+def launched(call: Call, inputs: dict[str, Any], plan: DecodePlan, out: torch.Tensor) -> Callable[..., Any]:
+    """The call by its own choice, after a first run; takes ``return_lse`` as the op does."""
+    from mha2mla.kernels.split_kv.launch import launch
+
+    op, choice, rope = call.problem.op, call.choice(), inputs.get("rope")
+    plan = plan_for(plan, choice.num_ctas(num_sms(out.device)))
+    plan.refresh(inputs["cache_seqlens"], inputs["cache_starts"])
+    given = inputs
+    if rope is not None:
+        given = inputs | {"rope_weight": rope.weight, "rope_bias": rope.bias}
+        given |= {"inv_freq": rope.inv_freq, "page_offsets": rope.page_offsets}
+    data, table = tuple(given[name] for name in op.names), inputs["block_table"]
+    window, sinks, *buffers = plan.buffers
+    settings = inputs["softmax_scale"], inputs["causal"], window, sinks, *(() if rope is None else (rope.scaling,))
+    batch, seqlen_q, heads, _ = out.shape
+    lse = torch.empty(batch, heads, seqlen_q, device=out.device)
+    made = launch(op, compiled_shape(call.problem.shape()), choice, data, table, settings, buffers, out, lse)
+    return lambda return_lse=False: (made(data, table, out, lse), (out, lse))[1]
 
 
 def sampled(inputs: dict[str, Any], rows: list[int]) -> dict[str, Any]:
@@ -112,20 +175,23 @@ def sampled(inputs: dict[str, Any], rows: list[int]) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def measure(problem: Problem | None, seconds: float, device: str = "cuda:0") -> Row:
+def measure(call: Call | None, seconds: float, device: str = "cuda:0") -> Row:
     """What a call's check and its timing found; for None the read rate R."""
-    if problem is None:
+    if call is None:
         return {"R": 4e9, "R_from": "no GPU"} if device == "cpu" else read_rate()
+    problem = call.problem
     backend = "reference" if device == "cpu" else "tilelang"
     inputs = problem.inputs(torch.bfloat16, device)
     plan, out = problem.plan(inputs, backend), torch.full_like(inputs["q_latent"], torch.nan)
     ours = partial(mla_decode, **inputs, plan=plan, out=out, backend=backend)
+    if call.kernel is not None and backend == "tilelang":
+        ours = launched(call, inputs, plan, out)
     _, lse = ours(return_lse=True)
     rows = sorted({0, len(problem.lengths) // 2, len(problem.lengths) - 1})
     judgement = judge(sampled(inputs, rows), out[rows], lse[rows])
     found: Row = {"error": judgement.error, "status": "ok" if judgement.ok else f"wrong: {judgement.reason}"}
     if backend == "tilelang":
-        choice = problem.op.choose(compiled_shape(problem.shape()), torch.device(device))
+        choice = call.choice()
         found |= choice.configuration() | {"tiles": choice.tiling.num_tiles, "reason": choice.reason}
     if judgement.ok:
         timing = time_callable(ours, device, min_run_time=seconds)
@@ -133,19 +199,24 @@ def measure(problem: Problem | None, seconds: float, device: str = "cuda:0") -> 
     return found
 
 
-def complete(problem: Problem, found: Row, rate: float, others: dict[Problem, Row], before: dict[str, float]) -> Row:
+def complete(call: Call, found: Row, rate: float, others: dict[Call, Row], before: dict[str, float]) -> Row:
     """A call's row with its limit, and beside the calls it is compared with: ``others``, and an earlier run's."""
+    problem = call.problem
     limits = {"bytes": problem.cache_bytes() / rate * 1e6, "products": problem.flops() / PRODUCTS * 1e6}
     binds = max(limits, key=limits.__getitem__)
-    row: Row = {"name": decode_case(problem).name, **problem.columns, "B": len(problem.lengths), **found}
+    row: Row = {"name": call.name, **problem.columns, "B": len(problem.lengths), **found}
     row |= {"MB": problem.cache_bytes() / 1e6, "limit_us": limits[binds], "binds": binds}
     row |= {f"{name}_us": us for name, us in limits.items()}
     computed = LatentProblem(**{field.name: getattr(problem, field.name) for field in fields(Problem)})
     row["keys"] = "computed" if computed == problem else "stored"
-    for column, other in (("of_one", replace(problem, seqlen_q=1)), ("of_computed", computed)):
-        if other != problem and {"us"} <= others.get(other, {}).keys() & row.keys():
+    compared = {"of_one": Call(replace(problem, seqlen_q=1)), "of_computed": Call(computed)}
+    compared = {"of_rule": Call(problem)} if call.kernel else compared
+    for column, other in compared.items():
+        if other != call and {"us"} <= others.get(other, {}).keys() & row.keys():
             row[column] = row["us"] / others[other]["us"]
-    if computed == problem or computed in others:
+    if call.kernel:
+        row["auto"] = False
+    elif computed == problem or Call(computed) in others:
         is_kept = problem.qk_rope_head_dim <= MAX_KEPT_SHARE * problem.kv_lora_rank
         row["auto"] = is_kept == (computed != problem)
     for column, of in (("over", "us"), ("graph_over", "graph_us")):
@@ -187,14 +258,11 @@ def cliffs(
         Whether every result is right.
     """
     began = time.monotonic()
-    rows: dict[Problem, Row] = {}
+    rows: dict[Call, Row] = {}
     earlier = [] if beside is None else json_files.loads(Path(beside).read_text())["rows"]
     before = {row["name"]: row["us"] for row in earlier if "us" in row}
     geometries: list[Problem] = []
     outcomes: dict[CompileJob, str | None] = {}
-
-    def job_of(problem: Problem) -> CompileJob:
-        return decode_jobs(decode_case(problem))[0]
 
     def drawn() -> Iterator[Problem]:
         yield from (problem_of(*shape, size=size) for shape in NAMED if named)
@@ -204,12 +272,12 @@ def cliffs(
         asked: set[CompileJob] = set()
         for problem in drawn():
             geometries.append(problem)
-            for job in map(job_of, calls_of(problem)):
+            for job in (call.job() for call in calls_of(problem)):
                 if job not in asked:
                     asked.add(job)
                     yield job
 
-    def calls() -> Iterator[Problem | None]:
+    def calls() -> Iterator[Call | None]:
         if device == "cpu":
             yield None
             yield from (call for problem in drawn() for call in calls_of(problem))
@@ -220,7 +288,7 @@ def cliffs(
         outcomes.update((outcome.job, outcome.failure) for outcome in ended)
         yield None
         for problem in geometries:
-            ready = [call for call in calls_of(problem) if outcomes.get(job_of(call), OUT_OF_TIME) is None]
+            ready = [call for call in calls_of(problem) if outcomes.get(call.job(), OUT_OF_TIME) is None]
             yield from (call for call in ready if call not in rows)
 
     work, prepare = partial(measure, seconds=min_run_time, device=device), None if device == "cpu" else start_measuring
@@ -246,8 +314,9 @@ def report(table: Recording, rate: str) -> bool:
     kinds = {
         "one new token": ("over", [row for row in served if row["S_q"] == 1]),
         "one new token, the way that auto does not take": (
-            "over", [row for row in timed if row["S_q"] == 1 and not row.get("auto", True)]
+            "over", [row for row in timed if row["S_q"] == 1 and not row.get("auto", True) and "of_rule" not in row]
         ),
+        "other kernels, beside the rule's": ("of_rule", [row for row in timed if "of_rule" in row]),
         "several new tokens, beside one": ("of_one", [row for row in timed if "of_one" in row]),
     }  # fmt: skip
     for kind, (column, mine) in kinds.items():

@@ -329,9 +329,10 @@ def _swap_ab_ws(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates
 
 
 def _swap_ab_cluster(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
-    """Behind ``swap_ab_ws`` where both take as many tiles; a ring of 1.5 to 3 tiles."""
+    """Behind ``swap_ab_ws`` where both take as many tiles, and everywhere up to 512 columns; a ring of 1.5 to 3
+    tiles."""
     cut = halve(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim)
-    if shape.kv_lora_rank <= WIDE_LATENT or cut.rope_columns > MAX_ROPE_HALF:
+    if shape.kv_lora_rank <= WIDE_LATENT // 2 or cut.rope_columns > MAX_ROPE_HALF:
         return
     warpgroups = 2 if tiling.rows == 64 else 1
     for halves, rope_stages in product((6, 5, 4, 3), (3, 2)):
@@ -344,7 +345,7 @@ def _swap_ab_cluster(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candi
             num_stages=num_stages, rope_stages=rope_stages, threads=128 * (warpgroups + 1), warpgroups=warpgroups,
             cluster_size=CLUSTER,
         )  # fmt: skip
-        rank = (0, tiling.num_tiles, tiling.rows, 0, -num_stages, -rope_stages)
+        rank = (int(shape.kv_lora_rank <= WIDE_LATENT), tiling.num_tiles, tiling.rows, 0, -num_stages, -rope_stages)
         yield rank, choice if used <= limit else None, used
 
 
