@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from mha2mla.files import picture, write_output
 
-MAX_LINES = 4  # of a panel, the source's among them
+MAX_LINES = 4  # curves of a panel, the source among them
 # Role → colour on light and on dark paper. Each colour is one role's: an SVG is darkened by its light colours.
 COLORS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -252,7 +252,7 @@ def _draw(picture: Picture) -> Any:
                 alike = [each for each in panels if each.y == panel.y]
                 labels.append((axes, _draw_panel(axes, panel, alike, first is None)))
         if picture.headline:
-            letters = int(size[0] * 9.5)  # of a line in bold
+            letters = int(size[0] * 9.5)  # a line in bold
             figure.suptitle(
                 textwrap.fill(picture.headline, letters), x=0.01, ha="left", fontsize=11.5, fontweight="bold"
             )

@@ -24,7 +24,8 @@ def read_prompts(path: str | Path) -> list[dict[str, Any]]:
         ValueError: a line is something else, with its number; or there is none.
     """
     found = []
-    for number, line in enumerate(_lines(Path(path).read_text(encoding="utf-8-sig")), 1):
+    # JSON leaves U+0085, U+2028 and U+2029 in texts, which str.splitlines takes for ends of lines.
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -134,11 +135,6 @@ class Answers:
         except (ValueError, RecursionError):
             return None
         return row if isinstance(row, dict) and all(self._prefix + key in row for key in _MARKS) else {}
-
-
-def _lines(text: str) -> list[str]:
-    """Without their ends. JSON leaves U+0085, U+2028 and U+2029 in texts, which str.splitlines takes for ends."""
-    return text.removesuffix("\n").split("\n") if text else []
 
 
 def _key(task: Mapping[str, Any]) -> str:

@@ -103,18 +103,15 @@ def text_identity(name: str | Path) -> str:
     Raises:
         ValueError: a part is neither a file nor a name of :func:`load_text`.
     """
-    return "+".join(map(_part_identity, _parts(name)))
+    parts = _parts(name)
+    for place, part in enumerate(parts):
+        if part not in (GENERATED, DIVERSE) and not part.startswith((BUILTIN, DATASET)):
+            parts[place] = f"{part} (sha256 {hashlib.sha256(_file(part).read_bytes()).hexdigest()})"
+    return "+".join(parts)
 
 
 def _parts(name: str | Path) -> list[str]:
     return [str(name)] if Path(name).is_file() else str(name).split("+")
-
-
-def _part_identity(name: str) -> str:
-    if name in (GENERATED, DIVERSE) or name.startswith((BUILTIN, DATASET)):
-        return name
-    with open(_file(name), "rb") as file:
-        return f"{name} (sha256 {hashlib.file_digest(file, 'sha256').hexdigest()})"
 
 
 def _file(name: str) -> Path:
@@ -130,12 +127,14 @@ def _builtin(name: str, characters: int | None) -> str:
 
         return "\n\n".join(topics[key] for key in sorted(topics))
     if name == "prose":
-        return (resources.files("mha2mla") / "data" / "prose.txt").read_text(encoding="utf-8")
+        return _data("prose.txt")
     if name == "stdlib":
         return _stdlib_prose(characters)
-    if name == "opticks":
-        return _opticks()
-    return _licences()
+    return _opticks() if name == "opticks" else _licences()
+
+
+def _data(name: str) -> str:
+    return (resources.files("mha2mla") / "data" / name).read_text(encoding="utf-8")
 
 
 def _opticks() -> str:
@@ -300,15 +299,11 @@ def mixed_windows(
 def prompts() -> tuple[list[str], list[str], list[str], list[str]]:
     """Instructions and openings of plain text, both with ``{}`` for a topic, topics, and openings of documents in many
     languages and formats (``data/prompts.txt``)."""
-    text = (resources.files("mha2mla") / "data" / "prompts.txt").read_text(encoding="utf-8")
-    parts = re.split(r"^\[\w+\]\n", text, flags=re.MULTILINE)[1:]
-    *others, documents = ([line for line in part.splitlines() if line] for part in parts)
-    instructions, openings, topics = others
-    return instructions, openings, topics, [re.sub(r"\\([nt\\])", _unescaped, line) for line in documents]
-
-
-def _unescaped(found: re.Match[str]) -> str:
-    return {"n": "\n", "t": "\t", "\\": "\\"}[found[1]]
+    parts = re.split(r"^\[\w+\]\n", _data("prompts.txt"), flags=re.MULTILINE)[1:]
+    instructions, openings, topics, documents = ([line for line in part.splitlines() if line] for part in parts)
+    escapes = {"n": "\n", "t": "\t", "\\": "\\"}
+    unescaped = [re.sub(r"\\([nt\\])", lambda found: escapes[found[1]], line) for line in documents]
+    return instructions, openings, topics, unescaped
 
 
 def token_windows(tokenizer: Any, text: str, length: int, count: int, *, seed: int | None = None) -> torch.Tensor:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from mha2mla.checkpoints import CheckpointError
 from mha2mla.conversion.families import UnsupportedSourceError
-from mha2mla.conversion.source.checkpoint import CheckpointError
-from mha2mla.conversion.source.opening import open_source
+from mha2mla.conversion.source.opening import open_source, read_tokenizer
 from mha2mla.eval.loading import load_tokenizer
 from mha2mla.pipeline import run
 from tests.conversion import tiny
@@ -282,7 +282,8 @@ def test_a_damaged_file_of_json_is_named_and_never_a_traceback(name, content, da
     path.unlink(missing_ok=True)
     path.write_text(content)
     try:
-        open_source(damaged).tokenizer()
+        open_source(damaged)
+        read_tokenizer(str(damaged), "source")
     except (CheckpointError, UnsupportedSourceError) as error:
         assert name in str(error) or "tokenizer" in str(error) or "model_type" in str(error)
     else:
@@ -333,11 +334,10 @@ def resident_bytes():
 def test_a_tokenizer_that_is_let_go_of_leaves_no_memory_behind(source):
     """2.5 MiB a conversion, for a text of 700 kB."""
     text = " ".join(f"{number:x}w{number * 7919:x}" for number in range(20_000))
-    opened = open_source(source)
     grown = []
     for _ in range(6):
         before = resident_bytes()
-        opened.tokenizer()(text)
+        read_tokenizer(str(source), "source")(text)
         gc.collect()
         grown.append(resident_bytes() - before)
     assert sum(grown[2:]) < 2 << 20

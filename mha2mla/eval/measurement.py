@@ -31,35 +31,22 @@ COLUMNS = {
     "us_graph": "graph µs",
     "plan_us": "plan µs",
     "gb_per_s": "GB/s",
-    "ms_per_token": "ms a token",
-    "first_token_ms": "first token ms",
+    "ms_per_token": "ms a\ntoken",
+    "first_token_ms": "first\ntoken ms",
     "tokens_per_s": "tokens/s",
     "peak_bytes": "peak bytes",
-    "largest_batch": "largest batch",
+    "largest_batch": "largest\nbatch",
     "speed_up": "speed-up",
     "limit_us": "limit µs",
-    "of_limit": "share of limit",
+    "of_limit": "of\nlimit",
     "error": "error",
     "status": "status",
 }
 
 # Columns in a terminal of 100 columns; JSON and notebooks have all of :data:`COLUMNS`.
-_NARROW = {
-    "implementation": "implementation",
-    "batch": "batch",
-    "seqlen": "length",
-    "cache_mb": "cache\nMB",
-    "us": "µs",
-    "first_token_ms": "first\ntoken ms",
-    "ms_per_token": "ms a\ntoken",
-    "tokens_per_s": "tokens/s",
-    "peak_gb": "peak\nGB",
-    "largest_batch": "largest\nbatch",
-    "speed_up": "speed-up",
-    "limit_us": "limit µs",
-    "of_limit": "of\nlimit",
-    "status": "status",
-}
+_NARROW = ("implementation", "batch", "seqlen", "cache_mb", "us", "first_token_ms", "ms_per_token", "tokens_per_s")
+_NARROW += ("peak_gb", "largest_batch", "speed_up", "limit_us", "of_limit", "status")
+_HEADINGS = COLUMNS | {"cache_mb": "cache\nMB", "us": "µs", "peak_gb": "peak\nGB"}
 _LEFT_OUT = {"generate": ("us", "limit_us", "of_limit"), "decode step": ("ms_per_token",)}
 
 
@@ -69,18 +56,12 @@ class LatencyRows(list[dict[str, Any]]):
     def tables(self) -> Iterator[tuple[str, list[dict[str, Any]], dict[str, str]]]:
         """For each op its name, its rows and the headings of the columns that a terminal has room for."""
         for op in dict.fromkeys(row["op"] for row in self):
-            rows = [
-                {
-                    **row,
-                    "us": time_of(row),
-                    "cache_mb": _scaled(row.get("cache_bytes"), 1e6),
-                    "peak_gb": _scaled(row.get("peak_bytes"), 1e9),
-                }
-                for row in self
-                if row["op"] == op
-            ]
-            shown = {key: head for key, head in _NARROW.items() if any(row.get(key) is not None for row in rows)}
-            yield op, rows, {key: head for key, head in shown.items() if key not in _LEFT_OUT.get(op, ())}
+            rows = [row | {"us": time_of(row)} for row in self if row["op"] == op]
+            for row in rows:
+                row["cache_mb"] = scaled(row.get("cache_bytes"), 1e-6)
+                row["peak_gb"] = scaled(row.get("peak_bytes"), 1e-9)
+            keys = [key for key in _NARROW if key not in _LEFT_OUT.get(op, ())]
+            yield op, rows, {key: _HEADINGS[key] for key in keys if any(row.get(key) is not None for row in rows)}
 
     def columns(self) -> dict[str, str]:
         """Key → heading of the columns that any row has."""
@@ -100,8 +81,8 @@ def _line(row: Mapping[str, Any]) -> str:
     return f"{row['op']}, {row['implementation']}, {row['batch']} x {row['seqlen']:,}: {found}{status}"
 
 
-def _scaled(value: float | None, unit: float) -> float | None:
-    return None if value is None else value / unit
+def scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
 
 
 def time_of(row: Mapping[str, Any]) -> float | None:

@@ -19,7 +19,7 @@ import yaml
 from mha2mla.checkpoints import CheckpointError, damage_named, read_object, regular_file
 from mha2mla.conversion.result.card import RECORD_FILE
 from mha2mla.environment import describe_environment
-from mha2mla.eval import plots, probes, quality, tasks
+from mha2mla.eval import generation, plots, probes, quality, tasks
 from mha2mla.eval.measurement import LatencyRows
 from mha2mla.eval.report import flat, format_value
 from mha2mla.files import MARKDOWN_HEAD, OutputPath, page, write_output
@@ -28,16 +28,10 @@ from mha2mla.plotting import Picture, check_installed, dark_style
 KINDS = ("conversion", "quality", "latency", "generate", "tasks")
 BESIDE = (RECORD_FILE, "quality.json", "latency.json", "tasks.json", "generate.json", "answers.jsonl")  # in a folder
 MOST_ANSWERS = 20  # prompts shown
-CONTINUATIONS = {
-    "text": "text",
-    "prompt_tokens": "prompt",
-    "new_tokens": "new tokens",
-    "same_tokens": "alike before the first difference",
-    "identical": "identical",
-    "agreement": "agreement",
-    "degenerate_source": "loops, source",
-    "degenerate_converted": "loops, converted",
-}
+# Keys of a record that say where its figures come from.
+PROVENANCE = ("source_name", "model_type", "num_layers", "geometry", "preset", "calibration_tokens")
+PROVENANCE += ("calibrated_length", "evaluation_text", "parity", "decode_backend", "seconds", "device")
+PROVENANCE += ("mha2mla_version", "weights_sha256")
 Row = Mapping[str, Any]
 
 
@@ -138,13 +132,9 @@ class Evidence:
         return {"kind": "answers"}
 
     @property
-    def all_reports(self) -> list[dict[str, Any]]:
-        return [report for reports in self.reports.values() for report in reports]
-
-    @property
     def source(self) -> str:
         named = ("source_name", "source", "random_weights", "preset")
-        names = (report.get(key) for report in self.all_reports for key in named)
+        names = (report.get(key) for reports in self.reports.values() for report in reports for key in named)
         return Path(str(next(filter(None, names), "source"))).name
 
     @property
@@ -158,7 +148,7 @@ class Evidence:
         found: dict[str, list[Row]] = {}
         for report in self.reports["quality"]:
             for row in report["rows"]:
-                collected = None if report.get("converted") else row.get("cache_ratio")  # of several conversions
+                collected = None if report.get("converted") else row.get("cache_ratio")  # several conversions
                 name = plots.model_name(report) if collected is None else f"cache {collected:g}"
                 found.setdefault(name, []).append(row)
         return found
@@ -196,16 +186,13 @@ def write_page(inputs: Sequence[OutputPath], output: OutputPath) -> Path:
     with damage_named(f"{', '.join(map(str, inputs))} cannot be reported"):
         evidence = Evidence(inputs)
         sections = [section for section in _sections(evidence, inputs, output) if section.blocks]
-        names = list(dict.fromkeys([*evidence.shares, *evidence.losses, *_models_of(evidence.reports["latency"])]))
+        timed = (plots.model_name(report) for report in evidence.reports["latency"] if not report.get("preset"))
+        names = dict.fromkeys([*evidence.shares, *evidence.losses, *timed])
         title = f"{evidence.source} → {', '.join(names) or 'converted'}"
         facts = _facts(evidence)
         text = _html(title, facts, sections) if is_html else _markdown(title, facts, sections)
     text = re.sub("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]", "\ufffd", text)  # a random model's answers hold them
     return write_output(output, kind, lambda temporary: temporary.write_text(text, encoding="utf-8", errors="replace"))
-
-
-def _models_of(reports: Sequence[Row]) -> list[str]:
-    return [plots.model_name(report) for report in reports if not report.get("preset")]
 
 
 def _facts(evidence: Evidence) -> list[tuple[str, str]]:
@@ -220,17 +207,13 @@ def _facts(evidence: Evidence) -> list[tuple[str, str]]:
         for length in dict.fromkeys(list(losses)[:1] + list(losses)[-1:]):
             found.append((f"{losses[length]:.3f} ×", f"perplexity of {name}, windows of {length:,} tokens, worst text"))
     for report in evidence.reports["latency"]:
-        for op in ("decode step", "generate"):
+        for op, named in (("decode step", "a decode step"), ("generate", "generation")):
             ups = [line for line in plots.latencies(report["rows"], op)[1] if "speed_up" in line]
             if ups:
                 last = max(ups, key=lambda line: (line["batch"] * line["seqlen"], line["batch"]))
                 shape = f"batch {last['batch']:,}, {last['seqlen']:,} tokens"
-                found.append((f"{last['speed_up']:.3g} ×", f"speed of {_op_name(op)}, {shape}"))
+                found.append((f"{last['speed_up']:.3g} ×", f"speed of {named}, {shape}"))
     return found
-
-
-def _op_name(op: str) -> str:
-    return {"decode step": "a decode step", "generate": "generation", "prefill": "a prompt"}.get(op, "attention")
 
 
 def _sections(evidence: Evidence, inputs: Sequence[OutputPath], output: OutputPath) -> Iterator[Section]:
@@ -311,13 +294,11 @@ def _probe_blocks(evidence: Evidence) -> Iterator[Block]:
         rows = report.get("probes") or []
         for picture in plots.probes(rows):
             part = [row for row in rows if (row["measure"] == "gain") == (picture.panels[0].y.startswith("gain"))]
-            columns = {
-                key: probes.COLUMNS[key] for key in ("probe", "length", "chance", "source", "converted", "retained")
-            }
-            yield Block(picture.headline, part, columns, picture)
+            shown = ("probe", "length", "chance", "source", "converted", "retained")
+            yield Block(picture.headline, part, {key: probes.COLUMNS[key] for key in shown}, picture)
         if report.get("generation"):
             headline = f"Greedy continuations of {plots.model_name(report)} beside the source's"
-            yield Block(headline, report["generation"], CONTINUATIONS)
+            yield Block(headline, report["generation"], generation.COLUMNS)
 
 
 def _latency_blocks(evidence: Evidence) -> Iterator[Block]:
@@ -325,13 +306,8 @@ def _latency_blocks(evidence: Evidence) -> Iterator[Block]:
         rows = report["rows"]
         for op, (_, unit, _) in plots.OPS.items():
             pictures, table = plots.latencies(rows, op)
-            columns = {
-                "batch": "batch",
-                "seqlen": "tokens",
-                "source": f"source, {unit.split()[0].rstrip(',')}",
-                "converted": "converted",
-            }
-            yield from _pictured(pictures, table, columns | {"speed_up": "speed-up"})
+            columns = {"batch": "batch", "seqlen": "tokens", "source": f"source, {unit.split()[0].rstrip(',')}"}
+            yield from _pictured(pictures, table, columns | {"converted": "converted", "speed_up": "speed-up"})
         if picture := plots.largest_batches(rows):
             x, source, converted = ("seqlen", *(dict(curve.points) for curve in picture.panels[0].curves))
             table = [
@@ -348,13 +324,9 @@ def _latency_blocks(evidence: Evidence) -> Iterator[Block]:
 def _layer_blocks(evidence: Evidence) -> Iterator[Block]:
     for record in evidence.reports["conversion"]:
         picture = plots.loss_by_layer(record["rows"])
-        columns = {
-            "layer": "layer",
-            "kv_lora_rank": "rank",
-            "score_error": "scores",
-            "output_error": "attention output",
-        }
-        columns |= {"stream_output_error": "in stream", "hidden_error": "hidden states"}
+        columns = {"layer": "layer", "kv_lora_rank": "rank", "score_error": "scores"}
+        columns |= {"output_error": "attention output", "stream_output_error": "in stream"}
+        columns |= {"hidden_error": "hidden states"}
         yield Block(f"{record['name']}. {picture.headline}", record["rows"], columns, picture)
 
 
@@ -364,38 +336,17 @@ def _answer_blocks(evidence: Evidence) -> Iterator[Block]:
     models = dict.fromkeys(model for each in evidence.answers.values() for model in each)
     models = sorted(models, key=lambda model: Path(model).name != evidence.source)  # the source first
     rows = [{"prompt": prompt} | each for prompt, each in list(evidence.answers.items())[:MOST_ANSWERS]]
-    shown = (
-        f"{len(rows)} of {len(evidence.answers)} prompts"
-        if len(rows) < len(evidence.answers)
-        else f"{len(rows)} prompts"
-    )
+    some = f" of {len(evidence.answers)}" if len(rows) < len(evidence.answers) else ""
     both = [each for each in evidence.answers.values() if len(each) > 1]
     same = f", {sum(len(set(each.values())) == 1 for each in both)} of {len(both)} answered alike" if both else ""
-    yield Block(shown + same, rows, {"prompt": "prompt"} | {model: Path(model).name for model in models})
+    columns = {"prompt": "prompt"} | {model: Path(model).name for model in models}
+    yield Block(f"{len(rows)}{some} prompts{same}", rows, columns)
 
 
 def _provenance_blocks(evidence: Evidence) -> Iterator[Block]:
     yield Block("Files", evidence.files)
     for record in evidence.reports["conversion"]:
-        keys = (
-            "source_name",
-            "model_type",
-            "num_layers",
-            "geometry",
-            "preset",
-            "calibration_tokens",
-            "calibrated_length",
-        )
-        keys += (
-            "evaluation_text",
-            "parity",
-            "decode_backend",
-            "seconds",
-            "device",
-            "mha2mla_version",
-            "weights_sha256",
-        )
-        values = flat({key: record[key] for key in keys if key in record})
+        values = flat({key: record[key] for key in PROVENANCE if key in record})
         rows = [{"name": name.replace("_", " "), "value": value} for name, value in values.items()]
         yield Block(f"Conversion {record['name']}", rows, {"name": "", "value": ""}, folded=True)
 
@@ -411,7 +362,9 @@ def _commands(evidence: Evidence, inputs: Sequence[OutputPath], output: OutputPa
     for report in evidence.reports["latency"]:
         yield Block("Measure what was gained", code=_latency_command(report))
     for model, sampling in evidence.sampling.items():
-        options = [word for key, value in sampling.items() if key != "chat" for word in (_flag(key), value)]
+        options = [
+            word for key, value in sampling.items() if key != "chat" for word in ("--" + key.replace("_", "-"), value)
+        ]
         chat = ["--chat"] if sampling.get("chat") else []
         words = ["generate", model, "--file", "prompts.jsonl", "--output", "answers.jsonl", *options, *chat]
         yield Block(f"Answers of {Path(model).name}", code=_line(*words))
@@ -452,10 +405,6 @@ def _latency_command(report: Row) -> str:
 
 def _line(*words: Any) -> str:
     return shlex.join(["mha2mla", *map(str, words)])
-
-
-def _flag(key: str) -> str:
-    return "--" + key.replace("_", "-")
 
 
 def _pictured(pictures: Sequence[Picture], rows: Sequence[Row], columns: Mapping[str, str]) -> Iterator[Block]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mha2mla.eval.measurement import is_ours, time_of
+from mha2mla.eval.measurement import is_ours, scaled, time_of
 from mha2mla.plotting import MAX_LINES, Curve, Panel, Picture, Point, chunks
 
 Row = Mapping[str, Any]
@@ -28,10 +28,10 @@ LAYER_CURVES = {
 }
 # op → what is drawn of it, with its unit, from a row
 OPS = {
-    "decode step": ("A decode step", "ms a step", lambda row: _scaled(time_of(row), 1e-3)),
+    "decode step": ("A decode step", "ms a step", lambda row: scaled(time_of(row), 1e-3)),
     "generate": ("Generation", "tokens/s, all sequences", lambda row: row.get("tokens_per_s")),
-    "prefill": ("A prompt", "ms a prompt", lambda row: _scaled(time_of(row), 1e-3)),
-    "attention": ("Attention of one layer", "µs a call", lambda row: time_of(row)),
+    "prefill": ("A prompt", "ms a prompt", lambda row: scaled(time_of(row), 1e-3)),
+    "attention": ("Attention of one layer", "µs a call", time_of),
 }
 
 
@@ -46,9 +46,8 @@ def loss_by_length(conversions: Named) -> list[Picture]:
     said = ", ".join(dict.fromkeys(said[:1] + said[-1:])) + " tokens"
     if len(worst) > 1:
         last = sorted((found[max(found)], name) for name, found in worst.items())
-        said = (
-            " to ".join(f"{_change(loss)} ({name})" for loss, name in (last[0], last[-1])) + " in the longest windows"
-        )
+        ends = (f"{_change(loss)} ({name})" for loss, name in (last[0], last[-1]))
+        said = f"{' to '.join(ends)} in the longest windows"
     headline = f"Perplexity against the source's, on the worst text: {said}"
     return _by_text(conversions, headline, "tokens in a window", points, "line", "log2")
 
@@ -142,28 +141,21 @@ def worst_losses(rows: Sequence[Row], cache: str = UNQUANTISED) -> dict[int, flo
 def probes(rows: Sequence[Row]) -> list[Picture]:
     """Answers of source and converted model to probes of far context, a picture for each measure."""
     pictures = []
-    for measure, what in (("accuracy", "right answers (share)"), ("gain", "gain (nats a token)")):
+    for measure, subject, what in (
+        ("accuracy", "answers", "right answers (share)"),
+        ("gain", "repeated text", "gain (nats a token)"),
+    ):
         part = [row for row in rows if row["measure"] == measure]
         if not part:
             continue
         curves = [
-            Curve(name, [(place, row[key]) for place, row in enumerate(part)], role, style)
-            for name, key, role, style in (
-                ("chance", "chance", "soft", "points"),
-                ("source", "source", "source", "points"),
-                ("converted", "converted", "ours", "points"),
-            )
+            Curve(name, [(place, row[name]) for place, row in enumerate(part)], role, "points")
+            for name, role in (("chance", "soft"), ("source", "source"), ("converted", "ours"))
         ]
         names = [f"{row['probe']}, {row['length']:,}" for row in part]
         kept = [row["retained"] for row in part if row.get("retained") is not None]
-        said = (
-            f"at least {100 * min(kept):.0f} % of the source's gain over chance is kept"
-            if kept
-            else "the source is at chance"
-        )
-        headline = (
-            f"Far context, {len(part)} probes of {'answers' if measure == 'accuracy' else 'repeated text'}: {said}"
-        )
+        said = f"at least {100 * min(kept):.0f} % of the source's gain over chance is kept"
+        headline = f"Far context, {len(part)} probes of {subject}: {said if kept else 'the source is at chance'}"
         pictures.append(Picture(headline, [Panel("", "", what, curves, ("linear", "linear"), names)], columns=1))
     return pictures
 
@@ -295,7 +287,3 @@ def _span(least: float, most: float) -> str:
 def _number(value: Any) -> float:
     """A number that JSON may hold as a string, such as "inf"; NaN for none."""
     return math.nan if value is None else float(value)
-
-
-def _scaled(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor

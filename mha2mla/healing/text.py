@@ -15,7 +15,7 @@ from mha2mla.conversion.calibration.blocks import TokenBlocks, Windows, listed
 from mha2mla.conversion.calibration.generated_text import PIECES, ROW, generate_windows
 from mha2mla.conversion.calibration.windows import calibration_windows
 from mha2mla.conversion.resume import WorkFolder, code_hash, keep_text, kept_text, read_piece, tensor_hash
-from mha2mla.conversion.source.opening import Source
+from mha2mla.conversion.source.opening import Source, read_tokenizer
 from mha2mla.environment import device_name, installed_version, usual_dtype
 from mha2mla.healing.settings import Settings
 from mha2mla.predictions import Predictor, perplexity, windows_at_once
@@ -60,7 +60,7 @@ def training_text(
     """
     if not isinstance(text, str):
         return calibration_windows(source, text, lengths=(), tokens=tokens, seed=settings.seed, device=device)
-    tokenizer, size = source.tokenizer(), settings.long_length
+    tokenizer, size = read_tokenizer(str(source.folder), "source"), settings.long_length
     names = [text] if Path(text).is_file() else text.split("+")
     own = [name for name in names if name in (GENERATED, DIVERSE)]
     others = [name for name in names if name not in own]

@@ -60,6 +60,7 @@ def change_layout(arguments: Arguments, folder: Path, started: float) -> Convers
             write_config(arguments, opened, config, made)
             check_unchanged(folder, files)
             parities = verify(arguments, opened, model, made, held_out, exact="the layout 'latent'")
+            record = read_json(folder, RECORD_FILE) if (folder / RECORD_FILE).is_file() else {}
             report = make_report(
                 *(arguments, opened, model, config, serving, held_out, parities, written),
                 geometry=serving[0].geometry,
@@ -69,15 +70,10 @@ def change_layout(arguments: Arguments, folder: Path, started: float) -> Convers
                 preset="none: no number was changed by more than its place",
                 better="nothing: no number was lost",
                 seconds={"total": time.perf_counter() - started},
-                source_sha256=_source_digests(folder),
+                source_sha256=record.get("source_sha256", {}),  # the unconverted source
             )
             write_report(arguments, device, made, report, MADE)
     return report
-
-
-def _source_digests(folder: Path) -> dict[str, str]:
-    """Those of the unconverted source, where the record of its conversion has them."""
-    return read_json(folder, RECORD_FILE).get("source_sha256", {}) if (folder / RECORD_FILE).is_file() else {}
 
 
 def _check_recipe(arguments: Arguments) -> None:

@@ -23,7 +23,6 @@ from mha2mla.conversion.result.writer import DEFAULT_SHARD_BYTES
 from mha2mla.conversion.resume import FinishedLayers, WorkFolder, has_pieces
 from mha2mla.conversion.source.files import check_unchanged, faults_of_the_source_named
 from mha2mla.environment import compute_device
-from mha2mla.pipeline.basis import in_quantised_basis
 from mha2mla.pipeline.check import (
     EVALUATION_TEXT,
     EVALUATION_TOKENS,
@@ -37,7 +36,7 @@ from mha2mla.pipeline.prepare import layer_inputs, open_work, prepare
 from mha2mla.pipeline.relayout import change_layout
 from mha2mla.pipeline.report import ConversionReport, make_report, serving_on_cuda, write_report
 from mha2mla.pipeline.verify import ParityError, verify
-from mha2mla.pipeline.write import convert_layers, write_config, write_weights
+from mha2mla.pipeline.write import convert_layers, in_quantised_basis, write_config, write_weights
 from mha2mla.terminal import split, whole_bar
 
 MADE = "converted to Multi-head Latent Attention"

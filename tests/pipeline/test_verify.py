@@ -10,9 +10,9 @@ import torch
 from safetensors import safe_open
 
 import mha2mla
+from mha2mla.checkpoints import CheckpointError
 from mha2mla.conversion.layer import finish_layer
 from mha2mla.conversion.layer_walk import LayerSteps, LayerWalk
-from mha2mla.conversion.source.checkpoint import CheckpointError
 from mha2mla.pipeline import ParityError, prepare, verify, write
 from mha2mla.texts import load_text, token_windows
 from tests.conversion import tiny

@@ -13,7 +13,7 @@ from mha2mla.conversion.calibration.blocks import TokenBlocks, Windows, listed
 from mha2mla.conversion.calibration.generated_text import generator_of
 from mha2mla.conversion.extension import CalibrationSource
 from mha2mla.conversion.resume import WorkFolder
-from mha2mla.conversion.source.opening import OpenedFolder, Source
+from mha2mla.conversion.source.opening import OpenedFolder, Source, read_tokenizer
 from mha2mla.terminal import Span, split
 from mha2mla.texts import CHARACTERS_PER_TOKEN, GENERATED, load_text, mixed_windows, token_windows
 
@@ -83,7 +83,7 @@ def evaluation_windows(source: OpenedFolder, text: str | torch.Tensor, *, length
 
 def _tokenizer_of(source: OpenedFolder, name: str) -> Any:
     try:
-        return source.tokenizer()
+        return read_tokenizer(str(source.folder), "source")
     except CheckpointError as error:
         raise CheckpointError(f"{error}; {name} must be token windows") from error
 

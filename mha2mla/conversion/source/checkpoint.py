@@ -13,7 +13,6 @@ from mha2mla.stored_tensors import StoredTensor, open_shard
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-__all__ = ["INDEX_FILE", "SINGLE_FILE", "CheckpointError", "CheckpointReader"]
 
 
 class CheckpointReader:
@@ -98,13 +97,10 @@ class CheckpointReader:
         if name in self._kept:
             return self._kept[name]
         self.header(name).check_dtype(name)
-        tensor = self._read(name)
+        tensor = self._finite(name, self._open(self._shard_of[name]).get_tensor(name).clone())
         if self._kept_prefix is not None and name.startswith(self._kept_prefix):
             self._kept[name] = tensor
         return tensor
-
-    def _read(self, name: str) -> torch.Tensor:
-        return self._finite(name, self._open(self._shard_of[name]).get_tensor(name).clone())
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows ``start:stop`` of a tensor, on the CPU in its stored dtype; the others are not read.

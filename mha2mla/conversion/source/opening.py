@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from mha2mla.checkpoints import CONFIG_FILE, CheckpointError, check_converted, check_folder, damage_named, read_json
 from mha2mla.conversion.families import ADAPTERS, FamilyAdapter, SourceSpec, UnsupportedSourceError, adapter_for
-from mha2mla.conversion.families.config_check import check_config
+from mha2mla.conversion.families.config_check import LAYER, check_config
 from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION
 from mha2mla.conversion.source.checkpoint import INDEX_FILE, SINGLE_FILE, CheckpointReader
 from mha2mla.conversion.source.files import FileIdentity, companions, identify
@@ -28,7 +27,6 @@ from mha2mla.terminal import Span, progress_bar
 _ADAPTER_FILE = "adapter_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 _GENERATION_CONFIG = "generation_config.json"
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _LARGEST = 1e15  # sums of squares of larger ones overflow float32
 _MAPPED_BYTES = 1 << 26  # bytes of the source that stay in memory during the check
 
@@ -68,14 +66,6 @@ class OpenedFolder:
         model.stored.check(self.reader.headers(), str(self.folder), UnsupportedSourceError)
         return model
 
-    def tokenizer(self) -> Any:
-        """The tokenizer, by transformers' own classes: code of the source's never runs.
-
-        Raises:
-            CheckpointError: there is none, it is damaged, or it needs code of its own.
-        """
-        return read_tokenizer(str(self.folder), "source")
-
     def identity(self) -> tuple[dict[str, FileIdentity], dict[str, FileIdentity]]:
         """Identity of config, weights and the other files that end up in the result; reads them whole."""
         index = [INDEX_FILE] if (self.folder / INDEX_FILE).is_file() else []
@@ -92,10 +82,10 @@ class OpenedFolder:
                 or a negative frequency.
             UnsupportedSourceError: the embedding, or a projection of a source's attention, is zero everywhere.
         """
-        last = {layer[0]: name for name in sorted(self.reader.names()) if (layer := _LAYER.match(name))}
+        last = {layer[0]: name for name in sorted(self.reader.names()) if (layer := LAYER.match(name))}
         current, mapped = None, 0
         for name in progress_bar(sorted(self.reader.names()), desc="check", unit="tensor", show=progress):
-            layer = _LAYER.match(name)
+            layer = LAYER.match(name)
             if layer and layer[0] != current:
                 current = layer[0]
                 self.reader.keep(f"{current}self_attn.")

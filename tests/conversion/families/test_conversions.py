@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from mha2mla.conversion.source.checkpoint import CheckpointError
+from mha2mla.checkpoints import CheckpointError
 from mha2mla.conversion.target import LAYOUTS
 from tests.conversion import tiny
 from tests.conversion.tiny import FAMILIES, FULL, SHORT, convert, relative

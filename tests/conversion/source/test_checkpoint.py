@@ -5,7 +5,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mha2mla.conversion.source.checkpoint import CheckpointError, CheckpointReader
+from mha2mla.checkpoints import CheckpointError
+from mha2mla.conversion.source.checkpoint import CheckpointReader
 
 
 def sharded(folder):
