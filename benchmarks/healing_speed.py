@@ -1,0 +1,288 @@
+"""Time of healing's two halves by part: a step of writing text, and a pass of training.
+
+    python benchmarks/healing_speed.py text MODEL --json /tmp/log/text-writing.json
+    python benchmarks/healing_speed.py passes MODEL CONVERTED --json /tmp/log/passes.json
+
+``text``: a row for each number of rows that the source writes side by side, by the decoder of calibration text and by
+the paged loop: milliseconds of a step by the wall clock, of its CUDA graph, of drawing the tokens, and the kernels that
+take most. ``passes``: source, student, loss and backward pass, and the same for pieces compiled by torch.compile where
+that works. A row that fails says why; the file is written after every row.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from transformers import AutoModelForCausalLM
+
+from benchmarks.generate import wait
+from benchmarks.recording import Recording, command
+from mha2mla.conversion.calibration import generated_text
+from mha2mla.conversion.calibration.batch_decoder import decoder
+from mha2mla.environment import compute_device, usual_dtype
+from mha2mla.eval.loading import load_tokenizer
+from mha2mla.healing.loss import distillation_loss
+from mha2mla.healing.settings import Settings
+from mha2mla.healing.student import load_models
+from mha2mla.loop import Loop, Sampling
+from mha2mla.modeling import paged_model
+
+STEPS = 24  # timed of each part
+KERNELS = 8  # named
+
+
+def milliseconds(run: Callable[[], Any], count: int = STEPS) -> float:
+    """Wall clock of ``run`` among ``count`` in a row, after two."""
+    run(), run(), wait()
+    began = time.perf_counter()
+    for _ in range(count):
+        run()
+    wait()
+    return (time.perf_counter() - began) / count * 1e3
+
+
+def kernels(run: Callable[[], Any], count: int) -> dict[str, float]:
+    """Milliseconds of a run of the kernels that take most, by name; empty where the profiler sees none."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(count):
+            run()
+        wait()
+    found = {each.key: each.self_device_time_total / count / 1e3 for each in profile.key_averages()}
+    found = {name: time for name, time in found.items() if time and not name.startswith("aten::")}
+    return {name[:120]: found[name] for name in sorted(found, key=found.get, reverse=True)[:KERNELS]}
+
+
+class Rows:
+    """Attempts of one table, until ``seconds`` are over."""
+
+    def __init__(self, kind: str, json: str | None, seconds: float) -> None:
+        self.table, self._stop = Recording(kind, json), time.perf_counter() + seconds
+
+    def attempt(self, about: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> None:
+        if time.perf_counter() > self._stop:
+            return print(f"left out: {about}")
+        began = time.perf_counter()
+        try:
+            row = about | measure()
+        except Exception as error:
+            row = about | {"status": f"{type(error).__name__}: {str(error)[:300]}", "traceback": traceback.format_exc()}
+        self.table.add(row | {"took_s": time.perf_counter() - began})
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+@torch.inference_mode()
+def by_decoder(model: Any, tokenizer: Any, rows: int, length: int) -> dict[str, Any]:
+    """The steps in the middle of rows of ``length`` tokens, as calibration text is written."""
+    began = time.perf_counter()
+    step = decoder(model, rows, length)
+    wait()
+    row = {"capture_s": time.perf_counter() - began, "captured": hasattr(step, "stages")}
+    tokens = torch.randint(3, model.config.vocab_size, (rows,), device=model.device)
+    if row["captured"]:  # as if so many tokens were there
+        step.calls = length // 2
+        for layer in step.cache.layers:
+            layer.cumulative_length.fill_(length // 2)
+    logits = step(tokens)
+    draw = torch.Generator(model.device).manual_seed(0)
+    queues, ends = [[] for _ in range(rows)], frozenset({0, 2})
+
+    def read(sampled: Tensor) -> Tensor:
+        listed = sampled.tolist()
+        for index, queue in enumerate(queues):
+            if queue or listed[index] in ends:
+                listed[index] = 3
+        return torch.tensor(listed, device=model.device)
+
+    def multinomial() -> Tensor:
+        return torch.multinomial(logits.float().softmax(-1), 1, generator=draw)[:, 0]
+
+    def gumbel() -> Tensor:
+        noise = torch.empty(logits.shape, device=logits.device).exponential_(generator=draw).log_()
+        return torch.sub(logits, noise, out=noise).argmax(-1)
+
+    remaining = min(STEPS, length // 8 - 6)
+    row["graph_ms"] = milliseconds(lambda: step(tokens), remaining)
+    row |= {"multinomial_ms": milliseconds(multinomial), "gumbel_ms": milliseconds(gumbel)}
+    row["host_ms"] = milliseconds(lambda: read(tokens))
+    row["wall_ms"] = milliseconds(lambda: (step(tokens), read(multinomial())), remaining)
+    row["tokens_per_s"] = rows / row["wall_ms"] * 1e3
+    row["kernels_ms"] = kernels(lambda: step(tokens), 4)
+    return row
+
+
+@torch.inference_mode()
+def by_loop(model: Any, rows: int, length: int) -> dict[str, Any]:
+    """Steps of the paged loop, all of one token, at temperature 1; its host by part."""
+    model.set_attn_implementation("mha2mla")
+    pages = rows * -(-(length + 1) // 64)
+    limits = {"max_sequences": rows, "max_tokens": max(2048, rows), "max_length": length, "max_pages": pages}
+    loop = Loop(paged_model(model), share_prefixes=False, **limits)
+    for seed in range(rows):
+        loop.add([3 + seed % 1000], Sampling(max_new_tokens=length - 1, temperature=1.0, seed=seed))
+    began = time.perf_counter()
+    for _ in range(4):
+        loop.step()
+    wait()
+    row = {"capture_s": time.perf_counter() - began, "captured": loop.runner.uncaptured is None}
+    row["wall_ms"] = milliseconds(loop.step)
+    row["tokens_per_s"] = rows / row["wall_ms"] * 1e3
+    began = time.perf_counter()
+    for _ in range(STEPS):
+        chunks = loop.scheduler.schedule()
+        loop.scheduler.complete(chunks, [3] * len(chunks))
+    row["host_ms"] = (time.perf_counter() - began) / STEPS * 1e3
+    graphs = loop.runner.graphs
+    if graphs:
+        replay = graphs[max(graphs)].replay
+        row |= {"graph_ms": milliseconds(replay), "kernels_ms": kernels(replay, 4)}
+    return row
+
+
+def text(
+    model: str,
+    batches: Sequence[int] = (1024, 2048, 256, 512),
+    long_batches: Sequence[int] = (128, 256),
+    seconds: float = 60.0,
+    device: str | None = None,
+    json: str | None = None,
+) -> bool:
+    """A row for each batch and way of writing.
+
+    Args:
+        model: folder of a source.
+        batches: rows of 576 tokens at a time. long_batches: of 8192.
+        seconds: after which no row is begun.
+        device: default CUDA when there is one.
+        json: file to write after every row.
+    """
+    place, rows = compute_device(device), Rows("text-writing", json, seconds)
+    tokenizer = load_tokenizer(model, "model")
+
+    def load() -> Any:
+        return AutoModelForCausalLM.from_pretrained(model, dtype=usual_dtype(place)).eval().to(place)
+
+    short, source = generated_text.ROW + 64, load()
+    for batch in batches[:2]:
+        about = {"way": "decoder", "batch": batch, "length": short}
+        rows.attempt(about, lambda batch=batch: by_decoder(source, tokenizer, batch, short))
+    for batch in long_batches[:1]:
+        about = {"way": "decoder", "batch": batch, "length": 8192}
+        rows.attempt(about, lambda batch=batch: by_decoder(source, tokenizer, batch, 8192))
+    paged = load()
+    rest = [("loop", batches[0], short), ("decoder", batches[2], short), ("loop", batches[1], short)]
+    rest += [("decoder", batch, 8192) for batch in long_batches[1:]]
+    rest += [(way, batch, short) for batch in batches[2:] for way in ("decoder", "loop")]
+    for way, batch, length in dict.fromkeys(rest):
+        about = {"way": way, "batch": batch, "length": length}
+        if way == "decoder":
+            rows.attempt(about, lambda batch=batch, length=length: by_decoder(source, tokenizer, batch, length))
+        else:
+            rows.attempt(about, lambda batch=batch, length=length: by_loop(paged, batch, length))
+    columns = ("way", "batch", "length", "tokens_per_s", "wall_ms", "graph_ms", "multinomial_ms", "gumbel_ms")
+    return rows.table.show("Steps of writing text", (*columns, "host_ms", "capture_s", "captured", "status"))
+
+
+def passes(
+    model: str,
+    conversion: str,
+    tokens: int = 1 << 14,
+    lengths: Sequence[int] = (1024, 8192),
+    train: Sequence[str] = ("attention", "all"),
+    compiled: Sequence[bool] = (False, True),
+    seconds: float = 60.0,
+    device: str | None = None,
+    json: str | None = None,
+) -> bool:
+    """A row for each part trained, length of windows and way of compiling.
+
+    Args:
+        model, conversion: folders of a source and its conversion.
+        tokens: of a pass.
+        lengths: of its windows.
+        train: what is trained.
+        compiled: norms and MLPs by torch.compile.
+        seconds: after which no row is begun.
+        device: default CUDA when there is one.
+        json: file to write after every row.
+    """
+    place, rows = compute_device(device), Rows("healing-passes", json, seconds)
+    for trained, by_compiler in itertools.product(train, compiled):
+        settings = Settings.of("standard", tokens=tokens, train=trained)
+        models = load_models(Path(model), Path(conversion), place, settings)
+        if by_compiler:
+            for each in (models.teacher, models.student):
+                for layer in each.base_model.layers:
+                    for part in (layer.input_layernorm, layer.post_attention_layernorm, layer.mlp):
+                        part.compile(dynamic=False)
+        for length in lengths:
+            about = {"train": trained, "compiled": by_compiler, "length": length, "tokens": tokens}
+            rows.attempt(about, lambda models=models, length=length: one_pass(models, tokens, length, place))
+        del models
+    columns = ("train", "compiled", "length", "tokens_per_s", "total_ms", "source_ms", "student_ms", "loss_ms")
+    return rows.table.show("A pass of training", (*columns, "backward_ms", "peak_gb", "first_s", "status"))
+
+
+def one_pass(models: Any, tokens: int, length: int, place: torch.device) -> dict[str, Any]:
+    """Parts of a pass, one after another and each waited for."""
+    ids = torch.randint(models.teacher.config.vocab_size, (tokens // length, length), device=place)
+    dtype = torch.bfloat16 if place.type == "cuda" else None
+    parts = dict.fromkeys(("source_ms", "student_ms", "loss_ms", "backward_ms"), 0.0)
+    if place.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+    def step(timed: bool = True) -> None:
+        marks = [time.perf_counter()]
+
+        def mark() -> None:
+            if timed:
+                wait()
+            marks.append(time.perf_counter())
+
+        with torch.autocast(place.type, dtype, enabled=dtype is not None):
+            with torch.no_grad():
+                expected = models.teacher.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            mark()
+            found = models.student.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            mark()
+            heads = (models.student.get_output_embeddings(), models.teacher.get_output_embeddings())
+            loss = distillation_loss(found.flatten(0, 1), expected.flatten(0, 1), *heads)
+            mark()
+        (loss / tokens).backward()
+        mark()
+        models.student.zero_grad()
+        for name, start, stop in zip(parts, marks, marks[1:], strict=False):
+            parts[name] += (stop - start) * 1e3
+
+    began = time.perf_counter()
+    step()
+    row = {"first_s": time.perf_counter() - began}
+    step()
+    parts |= dict.fromkeys(parts, 0.0)
+    for _ in range(4):
+        step()
+    row |= {name: value / 4 for name, value in parts.items()}
+    row["total_ms"] = milliseconds(lambda: step(timed=False), 4)
+    row["tokens_per_s"] = tokens / row["total_ms"] * 1e3
+    row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9 if place.type == "cuda" else None
+    row["kernels_ms"] = kernels(lambda: step(timed=False), 2)
+    return row
+
+
+if __name__ == "__main__":
+    sys.exit(command(text, passes, cpu=True))
