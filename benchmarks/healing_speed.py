@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from transformers import AutoModelForCausalLM
 
 from benchmarks.generate import wait
+from benchmarks.loop import filled_loop
 from benchmarks.recording import Recording, command
 from mha2mla.conversion.calibration import generated_text
 from mha2mla.conversion.calibration.batch_decoder import decoder
@@ -36,7 +37,6 @@ from mha2mla.eval.loading import load_tokenizer
 from mha2mla.healing.loss import distillation_loss
 from mha2mla.healing.settings import Settings
 from mha2mla.healing.student import load_models
-from mha2mla.loop import Loop, Sampling
 from mha2mla.modeling import paged_model
 
 STEPS = 24  # timed of each part
@@ -128,13 +128,10 @@ def by_decoder(model: Any, tokenizer: Any, rows: int, length: int) -> dict[str, 
 
 @torch.inference_mode()
 def by_loop(model: Any, rows: int, length: int) -> dict[str, Any]:
-    """Steps of the paged loop, all of one token, at temperature 1; its host by part."""
+    """Steps of the paged loop in the middle of rows of ``length`` tokens, at temperature 1."""
     model.set_attn_implementation("mha2mla")
-    pages = rows * -(-(length + 1) // 64)
-    limits = {"max_sequences": rows, "max_tokens": max(2048, rows), "max_length": length, "max_pages": pages}
-    loop = Loop(paged_model(model), share_prefixes=False, **limits)
-    for seed in range(rows):
-        loop.add([3 + seed % 1000], Sampling(max_new_tokens=length - 1, temperature=1.0, seed=seed))
+    steps = 3 * STEPS + 8  # timed, of the host alone, profiled, and first ones
+    loop, _ = filled_loop(paged_model(model), rows, length // 2, steps, temperature=1.0)
     began = time.perf_counter()
     for _ in range(4):
         loop.step()
@@ -186,7 +183,7 @@ def text(
         rows.attempt(about, lambda batch=batch: by_decoder(source, tokenizer, batch, 8192))
     paged = load()
     rest = [("loop", batches[0], short), ("decoder", batches[2], short), ("loop", batches[1], short)]
-    rest += [("decoder", batch, 8192) for batch in long_batches[1:]]
+    rest += [(way, batch, 8192) for batch in long_batches[1:] for way in ("loop", "decoder")]
     rest += [(way, batch, short) for batch in batches[2:] for way in ("decoder", "loop")]
     for way, batch, length in dict.fromkeys(rest):
         about = {"way": way, "batch": batch, "length": length}
