@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from mha2mla.conversion.presets import AUTO, NO_PRESET, PRESETS, choose_preset, 
 from mha2mla.conversion.stages import Calibration, Fit, Latent, Rope, Stage
 from mha2mla.conversion.target import LAYOUTS, Target
 from mha2mla.environment import compute_device
-from mha2mla.geometry import MLAGeometry
+from mha2mla.geometry import LATENT_BITS, MLAGeometry
 
 if TYPE_CHECKING:
     from mha2mla.conversion.families.spec import SourceSpec
@@ -92,6 +93,11 @@ class Recipe:
             raise ValueError(
                 f"rope.share is {self.rope.share!r} in the {layout} layout; expected none, since it caches"
                 " nothing rotary, or layout: shared (or per-group) beside it"
+            )
+        if self.latent.bits == "auto" and (LAYOUTS[layout].has_rope_cache or self.target.cache_ratio is None):
+            raise ValueError(
+                f"latent.bits is 'auto' in the {layout} layout with cache_ratio {self.target.cache_ratio}; expected"
+                " layout: latent and a cache_ratio, or latent.bits 16"
             )
         return why
 
@@ -181,26 +187,35 @@ class Recipe:
     @property
     def searches_layer_ranks(self) -> bool:
         """True where the ranks of the layers must be measured before there are geometries."""
-        return self.latent.ranks == "measured" and self.target.cache_ratio != 1.0
+        is_open = self.latent.ranks == "measured" or self.latent.bits == "auto"
+        return is_open and self.target.cache_ratio != 1.0
 
     def geometry(self, spec: SourceSpec) -> MLAGeometry:
-        """The geometry that this recipe gives a layer of ``spec``; but for the rank, where layers differ.
+        """The geometry that this recipe gives a layer of ``spec``; but for the rank, where layers differ, and for bits
+        that are ``"auto"``: 16 here.
 
         Raises:
             ValueError: the target does not fit the source.
         """
         self.rope_rule.check(spec)
-        per_query_head = self.latent.up_projections == "query-head"
         latent = self.latent
-        return self.target.geometry(
-            spec, self.rope.share, per_query_head=per_query_head, bits=latent.bits, group=latent.group
+        made = partial(
+            self.target.geometry,
+            *(spec, self.rope.share),
+            per_query_head=latent.up_projections == "query-head",
+            group=latent.group,
         )
+        if latent.bits == "auto":
+            made(bits=min(LATENT_BITS))  # refuses a budget of less than a group
+        return made(bits=16 if latent.bits == "auto" else latent.bits)
 
-    def geometries(self, spec: SourceSpec, ranks: list[int] | None = None) -> tuple[MLAGeometry, ...]:
+    def geometries(
+        self, spec: SourceSpec, ranks: list[int] | None = None, bits: list[int] | None = None
+    ) -> tuple[MLAGeometry, ...]:
         """The geometry of each layer of ``spec``.
 
         Args:
-            ranks: what a search found; default those of the recipe.
+            ranks, bits: what a search found; default those of the recipe.
 
         Raises:
             ValueError: ``latent.ranks`` is still to be measured, has not one rank per layer, or one that does not fit.
@@ -218,7 +233,10 @@ class Recipe:
         for layer, rank in enumerate(ranks):
             if rank > full:
                 raise ValueError(f"latent.ranks[{layer}] is {rank}; expected at most {full}")
-        return tuple(replace(common, kv_lora_rank=rank) for rank in ranks)
+        bits = [common.latent_bits] * len(ranks) if bits is None else bits
+        return tuple(
+            replace(common, kv_lora_rank=rank, latent_bits=each) for rank, each in zip(ranks, bits, strict=True)
+        )
 
     def measured(self, geometry: MLAGeometry) -> dict[str, bool]:
         """Statistics to collect beside moments, by the arguments of ``StatisticsCollector``."""

@@ -172,7 +172,8 @@ class Latent(Stage):
             prefills, and gradient steps lose less with them. Without gradient steps the same model.
         bits: of a cached element, in the layout ``latent``: 16 for the model's dtype, or 8, 4 or 3 for integer codes in
             a basis that becomes part of the weights. A ``cache_ratio`` counts their bytes with scales and offsets, and
-            ranks are multiples of ``group``.
+            ranks are multiples of ``group``. ``"auto"``: rank and bits of each layer together, such that the losses
+            measured by ``latent.ranks`` and for codes sum to the least that the bytes of ``cache_ratio`` allow.
         group: elements whose codes share a scale and an offset.
         basis: to quantise in, by name or as a ``BasisRule``. ``"importance"``: F^½ rotated, F = E[g gᵀ] of gradients of
             the predictions; ``"balanced"``: what by second order loses least; ``"components"``: principal components,
@@ -188,7 +189,7 @@ class Latent(Stage):
             lambda value: value in ("uniform", "measured") or (bool(value) and _RANKS.allows(value)),
         ),
         "up_projections": one_of(*get_args(UpProjections)),
-        "bits": int_of(*LATENT_BITS),
+        "bits": one_of(*LATENT_BITS, "auto"),
         "group": int_of(*LATENT_GROUPS),
         "basis": object_or("latent.basis", one_of(*get_args(Basis)), "BasisRule"),
     }
@@ -197,9 +198,14 @@ class Latent(Stage):
     centered: bool = True
     ranks: list[int] | Literal["uniform", "measured"] = "uniform"
     up_projections: UpProjections = "kv-head"
-    bits: int = 16
+    bits: int | Literal["auto"] = 16
     group: int = 32
     basis: Basis = "importance"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bits == "auto":
+            self.require("ranks", isinstance(self.ranks, str), "'uniform' or 'measured' beside latent.bits 'auto'")
 
 
 @dataclass(frozen=True)

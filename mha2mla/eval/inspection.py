@@ -41,6 +41,7 @@ GEOMETRY_COLUMNS = {
     "num_attention_heads": "H",
     "num_rope_heads": "G",
     "kv_lora_rank": "d_c",
+    "latent_bits": "bits",
     "qk_rope_head_dim": "d_r",
     "rotary_keys": "rotary keys",
     "qk_nope_head_dim": "d_n",

@@ -51,6 +51,7 @@ COST_NOTE = (
 CAPACITY_COLUMNS = {
     "target": "target",
     "d_c": "d_c",
+    "bits": "bits",
     "G": "G",
     "d_r": "d_r",
     "bytes_per_token": "cache, B/token",
@@ -135,7 +136,7 @@ def plan(
         context: tokens of a sequence.
         cache_ratios: bytes cached after / before conversion, each in (0, 1].
         layouts: of the cache.
-        latent_bits: recipe key ``latent.bits``; of codes no step is predicted.
+        latent_bits: recipe key ``latent.bits``, but for "auto", which measures; of codes no step is predicted.
 
     Raises:
         ValueError: an argument out of range, by name, or a source that cannot be converted.
@@ -199,7 +200,8 @@ def _converted_row(
     after = footprint(converted_config(config, spec, (whole,) * spec.num_layers, recipe), geometry, spec, tp)
     kernel, why = decode_kernel(geometry, machine.capability)
     eight_bits = None if geometry.has_codes else decode_kernel(geometry, machine.capability, codes=True)[0]
-    row = {"d_c": whole.kv_lora_rank, "G": whole.num_rope_heads, "d_r": whole.qk_rope_head_dim, "kernel": kernel}
+    row = {"d_c": whole.kv_lora_rank, **({"bits": whole.latent_bits} if whole.has_codes else {})}
+    row |= {"G": whole.num_rope_heads, "d_r": whole.qk_rope_head_dim, "kernel": kernel}
     why = "no prediction: this kernel is slower than its bytes" if kernel == PORTABLE else why
     why = "no prediction: codes are dequantised by plain torch" if geometry.has_codes else why
     row |= {"note": why, "kernel_8_bit": eight_bits}

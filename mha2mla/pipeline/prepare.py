@@ -8,6 +8,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from mha2mla.conversion.calibration.blocks import TokenBlocks, Windows, calibrat
 from mha2mla.conversion.calibration.generated_text import PIECES
 from mha2mla.conversion.calibration.windows import calibration_windows, named_in_errors
 from mha2mla.conversion.extension import CalibrationSource
-from mha2mla.conversion.latent.ranks import choose_layer_ranks
+from mha2mla.conversion.latent.ranks import Choice, choose_layer_ranks
 from mha2mla.conversion.layer_walk import LayerWalk, converted_config
 from mha2mla.conversion.resume import (
     ResumeError,
@@ -33,6 +34,7 @@ from mha2mla.conversion.source.files import FileIdentity
 from mha2mla.environment import device_name, installed_version
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling.config import MHA2MLAConfig
+from mha2mla.pipeline.basis import losses_of_codes
 from mha2mla.pipeline.check import Plan
 from mha2mla.terminal import Span
 from mha2mla.texts import DATASET, DIVERSE, GENERATED, text_identity
@@ -45,7 +47,7 @@ class Prepared:
     """A plan with what took work to find out.
 
     Attributes:
-        geometry: of every layer, but for the rank.
+        geometry: of every layer, but for the rank and for bits that are chosen.
         walk: which converts the layers.
         searches: what was chosen, and what each choice would have lost.
     """
@@ -110,26 +112,30 @@ def prepare(
         weights_dtype=arguments.dtype,
         spill_bytes=arguments.spill_bytes,
     )
-    searches, ranks = {}, None
+    searches, ranks, bits = {}, None, None
     if recipe.searches_layer_ranks and not geometry.is_full_rank:
-        ranks, searches["layer_rank_losses"] = _measured_ranks(plan, work, walk, search)
-        searches["layer_ranks"] = ranks
+        chosen, losses = _measured_ranks(plan, work, walk, search)
+        ranks, bits = ([each[index] for each in chosen] for index in range(2))
+        searches = {"layer_rank_losses": losses["ranks"], "layer_ranks": ranks}
+        if "bits" in losses:
+            searches |= {"layer_code_losses": losses["bits"], "layer_bits": bits}
     for each in (text, search):
         if isinstance(each, Span):
             each.skip()
-    return Prepared(plan, geometry, replace(walk, geometries=recipe.geometries(spec, ranks)), searches)
+    return Prepared(plan, geometry, replace(walk, geometries=recipe.geometries(spec, ranks, bits)), searches)
 
 
 def _measured_ranks(
     plan: Plan, work: WorkFolder, walk: LayerWalk, progress: bool | Span
-) -> tuple[list[int], dict[str, list[float]]]:
-    """A rank for every layer and what each rank loses, or what an earlier run found on the same text."""
+) -> tuple[list[Choice], dict[str, dict[str, list[float | None]]]]:
+    """Ranks, bits and losses of :func:`choose_layer_ranks`, or what an earlier run found on the same text."""
     text, saved = tensor_hash(walk.windows.tokens), work.get(_RANKS)
     if saved is not None and saved[1]["calibration"] == text:
         return saved[1]["chosen"], saved[1]["losses"]
-    chosen, losses = choose_layer_ranks(walk, progress=progress)
+    chosen, losses = choose_layer_ranks(walk, partial(losses_of_codes, plan, walk.windows), progress=progress)
     work.put(_RANKS, {}, {"calibration": text, "chosen": chosen, "losses": losses})
-    plan.arguments.say(f"{_RANKS}: {chosen} loses least of {losses}")
+    shown = chosen if "bits" in losses else [rank for rank, _ in chosen]
+    plan.arguments.say(f"{_RANKS}: {shown} loses least of {losses}")
     return chosen, losses
 
 

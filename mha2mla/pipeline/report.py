@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from mha2mla.modeling.config import MHA2MLAConfig
 
 
+_BY_LAYER = {"ranks": "kv_lora_rank", "bits": "latent_bits"}
+
+
 def _peak_rss_bytes() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
@@ -43,7 +46,7 @@ class ConversionReport:
         name: last part of the destination.
         source, destination: folders.
         source_name: what the caller called the source, a hub id or a folder's last part.
-        geometry: of every layer; but for the rank, where ``layers`` says so.
+        geometry: of every layer; but for the rank and bits, where ``layers`` says so.
         cache_numel_per_token, source_cache_numel_per_token: numbers cached per token, all layers.
         cache_bytes_per_token: bytes of these in a cache of 16 bits; latents that are codes with scales and offsets.
         rotary_numel_per_token: numbers per token, all layers, that a cache adds which keeps rotary keys
@@ -143,8 +146,9 @@ class ConversionReport:
             ratio += f", {long_parity.perplexity_ratio:.4f} x in one of {self.long_evaluation_length:,}"
         cached, before = self.cache_bytes_per_token, 2 * self.source_cache_numel_per_token
         kept = f" ({self.kept_cache_ratio:.4f} with rotary keys kept)" if self.rotary_numel_per_token else ""
-        ranks = {layer["kv_lora_rank"] for layer in self.layers}
-        by_layer = f" with ranks {min(ranks)} to {max(ranks)} by layer" if len(ranks) > 1 else ""
+        found = {name: {row[key] for row in self.layers} for name, key in _BY_LAYER.items()}
+        ranges = [f"{name} {min(each)} to {max(each)}" for name, each in found.items() if len(each) > 1]
+        by_layer = f" with {' and '.join(ranges)} by layer" if ranges else ""
         fallbacks = [f"layer {row['layer']}: {row['fallback']}" for row in self.layers if row.get("fallback")]
         return {
             "perplexity": f"{ratio}; KL {parity.kl:.3g}, top-1 agreement {parity.top1_agreement:.4f}",
@@ -218,7 +222,7 @@ def make_report(
         long_evaluation_length=None if long_text is None else long_text.tokens.shape[1],
         long_parity=long_parity,
         layers=tuple(
-            {**vars(row), "kv_lora_rank": geometry.kv_lora_rank, **record}
+            {**vars(row), "kv_lora_rank": geometry.kv_lora_rank, "latent_bits": geometry.latent_bits, **record}
             for row, geometry, record in zip(parity.layers, geometries, records or [{}] * len(serving), strict=True)
         ),
         decode_backend=f"on CUDA {describe(serving)}",

@@ -23,6 +23,7 @@ from mha2mla.conversion.result.writer import DEFAULT_SHARD_BYTES
 from mha2mla.conversion.resume import FinishedLayers, WorkFolder, has_pieces
 from mha2mla.conversion.source.files import check_unchanged, faults_of_the_source_named
 from mha2mla.environment import compute_device
+from mha2mla.pipeline.basis import in_quantised_basis
 from mha2mla.pipeline.check import (
     EVALUATION_TEXT,
     EVALUATION_TOKENS,
@@ -36,7 +37,7 @@ from mha2mla.pipeline.prepare import layer_inputs, open_work, prepare
 from mha2mla.pipeline.relayout import change_layout
 from mha2mla.pipeline.report import ConversionReport, make_report, serving_on_cuda, write_report
 from mha2mla.pipeline.verify import ParityError, verify
-from mha2mla.pipeline.write import convert_layers, in_quantised_basis, write_config, write_weights
+from mha2mla.pipeline.write import convert_layers, write_config, write_weights
 from mha2mla.terminal import split, whole_bar
 
 MADE = "converted to Multi-head Latent Attention"
@@ -152,10 +153,9 @@ def _run(plan: Plan, started: float, seconds: dict[str, float]) -> ConversionRep
             with _timed(seconds, "convert"), _overflow_named():
                 convert_layers(prepared, layers, converting)
             with _timed(seconds, "write"):
-                names = (opened.adapter.attention_names(plan.spec, layer) for layer in range(plan.spec.num_layers))
-                replaced = {name for layer in names for name in layer.values()}
-                attention = in_quantised_basis(prepared, layers, config, replaced)
-                written = write_weights(replace(arguments, progress=writing), plan.model, folder, attention, replaced)
+                attention = in_quantised_basis(plan, prepared.walk, layers, config)
+                replaced, writing_bar = opened.attention_names(), replace(arguments, progress=writing)
+                written = write_weights(writing_bar, plan.model, folder, attention, replaced)
             with _timed(seconds, "verify"):
                 check_unchanged(opened.folder, files)
                 is_exact = all(each.is_full_rank for each in prepared.walk.geometries)

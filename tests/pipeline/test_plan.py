@@ -17,7 +17,7 @@ from mha2mla.sizing import NOT_MEASURED
 from tests.commands import parse, run
 
 PAGE = Path(__file__).parents[2] / "docs" / "sizing.md"
-LEFT_OUT = {"G", "note", "growth", "step_ms_largest"}
+LEFT_OUT = {"bits", "G", "note", "growth", "step_ms_largest"}
 
 
 def as_markdown(rows: list[dict], columns: dict[str, str]) -> list[str]:
@@ -66,7 +66,7 @@ def test_plan_counts_the_bytes_of_codes():
     """Of 1,024 cached elements, 512 in 4 bits with scales and offsets take 0.156 of the bytes."""
     found = plan("qwen2.5-7b", gpu="h200-141gb", cache_ratios=(0.16,), latent_bits=4)
     row = found.rows[1]
-    assert (row["d_c"], row["bytes_per_token"]) == (512, 28 * 16 * (16 + 4))
+    assert (row["d_c"], row["bits"], row["bytes_per_token"]) == (512, 4, 28 * 16 * (16 + 4))
     assert row["note"] == "no prediction: codes are dequantised by plain torch" and row["loss"] == "not measured"
     assert "--latent.bits 4" in found.commands[0]
 

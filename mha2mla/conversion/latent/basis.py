@@ -78,14 +78,15 @@ class LatentBasis:
         Args:
             tensors: of ``MLAAttention``, without rotary keys in the cache.
         """
-        folded = dict(tensors)
+        folded, device = dict(tensors), next(iter(tensors.values())).device
+        encoder, decoder, centers = (each.to(device) for each in (self.encoder, self.decoder, self.centers))
         for name in ("kv_a_proj.weight", "k_a_proj.weight", "v_a_proj.weight", "kv_a_proj.bias"):
             if name in tensors:
-                folded[name] = (self.encoder @ tensors[name].double()).to(tensors[name].dtype)
+                folded[name] = (encoder @ tensors[name].double()).to(tensors[name].dtype)
         for name in ("k_b_proj", "v_b_proj", "k_rope_proj.weight"):
             if name in tensors:
-                folded[name] = (tensors[name].double() @ self.decoder).to(tensors[name].dtype)
-        return {**folded, "latent_centers": self.centers.float()}
+                folded[name] = (tensors[name].double() @ decoder).to(tensors[name].dtype)
+        return {**folded, "latent_centers": centers.float()}
 
 
 class BasisRule(RecipeObject, ABC):

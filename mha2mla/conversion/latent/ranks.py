@@ -1,7 +1,9 @@
-"""A rank for every layer: where a smaller latent hurts the source's predictions least, the cache is taken from.
+"""A rank for every layer, and bits: where a smaller latent hurts the source's predictions least, the cache is taken.
 
-Layers differ in what a number of cache is worth. Each is converted alone, at a few ranks, in an otherwise untouched
-source, and the divergence of the predictions is what that rank loses there; the budget goes where it saves most.
+Layers differ in what a byte of cache is worth. Each is converted alone, at a few ranks, in an otherwise untouched
+source, and the divergence of the predictions is what that rank loses there. Where bits are chosen too, codes add a loss
+that is measured of the whole conversion at one rank (``pipeline.basis.losses_of_codes``), and is taken to be the same
+at every rank. One knapsack spends the budget.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from mha2mla.conversion.fit.repeatable import tf32_on_cuda
 from mha2mla.conversion.layer_walk import LayerWalk, block_forward, computed, token_weights
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.conversion.target import GRANULE, fast_rank
-from mha2mla.geometry import MLAGeometry
+from mha2mla.geometry import LATENT_BITS, MLAGeometry, code_bytes
 from mha2mla.predictions import kl_divergence
 from mha2mla.terminal import Span, progress_bar
 
@@ -37,33 +39,63 @@ _BATCH_TOKENS = 16384
 _PREDICTED_TOKENS = 512  # at a time: each has a probability for every token of the vocabulary
 
 
-def choose_layer_ranks(
-    walk: LayerWalk, *, progress: bool | Span = False
-) -> tuple[list[int], dict[str, list[float | None]]]:
-    """A rank for every layer, and rank → what it loses in each.
+CodeLosses = Callable[[MLAGeometry, list[dict[str, torch.Tensor]]], list[dict[int, float]]]
+Choice = tuple[int, int]  # rank and bits of a layer
 
-    The ranks of all layers add up to what the uniform rank of ``walk`` gives, at most. A loss is the Kullback-Leibler
-    divergence of the source's next-token predictions from those of the source with one layer converted (nats per token,
-    on held-out calibration windows). Between and above the measured ranks its logarithm is taken as linear; the budget
-    is handed out in steps to whichever layer saves most (the optimum where losses are convex, and add up). A layer with
-    a loss that is not finite (None in what is returned) gets the uniform rank.
+
+def choose_layer_ranks(
+    walk: LayerWalk, losses_of_codes: CodeLosses | None = None, *, progress: bool | Span = False
+) -> tuple[list[Choice], dict[str, dict[str, list[float | None]]]]:
+    """Rank and bits of every layer, and the losses they are chosen by: rank → each layer's, bits → each layer's.
+
+    The bytes of all layers add up to the budget at most: what the uniform rank of ``walk`` takes, or where bits are
+    ``"auto"`` the recipe's ``cache_ratio``. The loss of a rank is the Kullback-Leibler divergence of the source's
+    next-token predictions from those of the source with one layer converted (nats per token, on held-out calibration
+    windows); between and above the measured ranks its logarithm is taken as linear. A layer with a loss that is not
+    finite (None in what is returned) gets the uniform rank.
+
+    Args:
+        losses_of_codes: geometry and tensors of all layers → the loss of codes by layer, bits → nats per token; for
+            bits that are ``"auto"``.
     """
-    geometry = walk.geometries[0]
-    step = geometry.latent_group if geometry.has_codes else rank_step(geometry.kv_lora_rank)
-    uniform, full = geometry.kv_lora_rank, geometry.full_kv_lora_rank
-    ranks = sorted({min(full, max(step, round(factor * uniform / step) * step)) for factor in FACTORS})
+    geometry, is_auto = walk.geometries[0], walk.recipe.latent.bits == "auto"
+    group, source = geometry.latent_group, 2 * geometry.source_cache_numel_per_token
+    budget, mean, bits = geometry.cache_bytes_per_token(2), geometry.kv_lora_rank, [geometry.latent_bits]
+    step = group if is_auto or geometry.has_codes else rank_step(mean)
+    if is_auto:  # the narrowest codes hold the widest latent
+        budget, bits = math.floor(walk.recipe.target.cache_ratio * source + 1e-9), sorted(LATENT_BITS)
+        mean = budget // code_bytes(group, bits[0], group) * group
+    most = most_rank(geometry, step, mean)
+    ranks = sorted({min(most, max(step, round(factor * mean / step) * step)) for factor in FACTORS})
     fitted, judged = walk.windows.divided(_FITTED_TOKENS, _JUDGED_TOKENS)
     geometries = [replace(geometry, kv_lora_rank=rank) for rank in ranks]
-    losses = measure_losses(replace(walk, windows=fitted), geometries, judged, progress=progress)
-    finite = [all(map(math.isfinite, layer)) for layer in losses]
+    keep = (min(geometries, key=lambda each: abs(each.kv_lora_rank - mean)), []) if is_auto else None
+    losses = measure_losses(replace(walk, windows=fitted), geometries, judged, keep, progress=progress)
+    codes = losses_of_codes(*keep) if is_auto else [{}] * len(losses)
+    finite = [all(map(math.isfinite, (*layer, *loss.values()))) for layer, loss in zip(losses, codes, strict=True)]
     by_rank = [dict(zip(ranks, layer, strict=True)) for layer in losses]
-    allocated = allocate(
-        list(itertools.compress(by_rank, finite)), uniform * sum(finite), step=step, most=most_rank(geometry, step)
-    )
-    shares = iter(allocated)
-    chosen = [next(shares) if is_finite else uniform for is_finite in finite]
-    shown = {str(rank): [layer[rank] if math.isfinite(layer[rank]) else None for layer in by_rank] for rank in ranks}
-    return chosen, shown
+
+    def candidates(layer: int) -> dict[Choice, tuple[int, float]]:
+        """(rank, bits) → bytes of a token, and loss."""
+        return {
+            (rank, each): (
+                replace(geometry, kv_lora_rank=rank, latent_bits=each).cache_bytes_per_token(2),
+                loss_at(by_rank[layer], rank) + codes[layer].get(each, 0.0),
+            )
+            for rank in range(ranks[0], most + 1, step)
+            for each in bits
+        }
+
+    layers = [candidates(layer) for layer in itertools.compress(range(len(losses)), finite)]
+    shares = iter(allocate(layers, budget * len(layers)))
+    uniform = (geometry.kv_lora_rank, geometry.latent_bits)
+    found = {"ranks": by_rank, "bits": codes} if is_auto else {"ranks": by_rank}
+    shown = {name: {str(each): [_finite(loss[each]) for loss in by] for each in by[0]} for name, by in found.items()}
+    return [next(shares) if is_finite else uniform for is_finite in finite], shown
+
+
+def _finite(loss: float) -> float | None:
+    return loss if math.isfinite(loss) else None
 
 
 def rank_step(kv_lora_rank: int) -> int:
@@ -71,19 +103,28 @@ def rank_step(kv_lora_rank: int) -> int:
     return next((step for step in (64, 32, 16) if kv_lora_rank >= 5 * step), GRANULE)
 
 
-def most_rank(geometry: MLAGeometry, step: int) -> int:
-    """Largest rank of a layer: where the uniform rank has a fast decode kernel, no layer gets one without."""
-    most = min(geometry.full_kv_lora_rank, math.floor(MOST * geometry.kv_lora_rank / step) * step)
-    fast = fast_rank(geometry)
-    return min(most, fast) if geometry.kv_lora_rank <= fast else most
+def most_rank(geometry: MLAGeometry, step: int, mean: int) -> int:
+    """Largest rank of a layer, for a ``mean`` one: where ``geometry`` has a fast decode kernel, no layer gets a rank
+    without."""
+    most, fast = geometry.full_kv_lora_rank, fast_rank(geometry)
+    most = min(most, fast) if geometry.kv_lora_rank <= fast else most
+    return min(most, math.floor(MOST * mean / step) * step)
 
 
 def measure_losses(
-    walk: LayerWalk, geometries: Sequence[MLAGeometry], judged: TokenBlocks, *, progress: bool | Span = False
+    walk: LayerWalk,
+    geometries: Sequence[MLAGeometry],
+    judged: TokenBlocks,
+    keep: tuple[MLAGeometry, list[dict[str, torch.Tensor]]] | None = None,
+    *,
+    progress: bool | Span = False,
 ) -> list[list[float]]:
     """Per layer, the divergence of the predictions on ``judged`` when that layer alone is converted to each of
     ``geometries``, on the windows of ``walk``; these differ in rank or rotary width, and statistics are what the first
     needs.
+
+    Args:
+        keep: one of ``geometries``, and a list that gets the tensors of each layer at it, float32 on the CPU.
 
     One pass over the source: what each conversion makes of the judged windows follows the source's own layers beside
     the others, so that a layer's weights are read once.
@@ -125,6 +166,8 @@ def measure_losses(
                     problem = ReconstructionProblem(fitted, targets, weights, forward, model.device)
                     found, _ = converting.reconstruct(layer, problem, tensors, fit)
                     tensors = tensors if found is None else found.tensors
+                if keep is not None and converting.geometries[layer] == keep[0]:
+                    keep[1].append({name: tensor.detach().to("cpu", torch.float32) for name, tensor in tensors.items()})
                 perturbed.append(next(unused))
                 with tf32_on_cuda(model.device):
                     _pass(partial(forward, computed(tensors, model)), clean, perturbed[-1], model.device)
@@ -141,26 +184,27 @@ def measure_losses(
     return [divergences[first : first + count] for first in range(0, len(divergences), count)]
 
 
-def allocate(losses: Sequence[Mapping[int, float]], budget: int, *, step: int, most: int) -> list[int]:
-    """Ranks that add up to ``budget`` at most: every step of rank goes to the layer where it saves most.
+def allocate(layers: Sequence[Mapping[Choice, tuple[int, float]]], budget: int) -> list[Choice]:
+    """A choice for each layer: of those whose bytes add up to ``budget`` at most, the least sum of losses.
 
     Args:
-        losses: per layer, rank → loss; at least one rank each. No layer gets less than its smallest.
-        budget: sum of the ranks; at least the sum of the smallest.
-        step: ranks are a layer's smallest plus a multiple of it.
-        most: rank of a layer.
+        layers: choice → bytes and loss.
+        budget: at least the sum of the fewest bytes.
     """
-    ranks = [min(layer) for layer in losses]
-    current = [loss_at(layer, rank) for layer, rank in zip(losses, ranks, strict=True)]
-    following = [loss_at(layer, rank + step) for layer, rank in zip(losses, ranks, strict=True)]
-    while sum(ranks) + step <= budget:
-        open_layers = [layer for layer, rank in enumerate(ranks) if rank + step <= most]
-        if not open_layers:
-            break
-        best = max(open_layers, key=lambda layer: current[layer] - following[layer])
-        ranks[best] += step
-        current[best], following[best] = following[best], loss_at(losses[best], ranks[best] + step)
-    return ranks
+    unit = math.gcd(*(size for layer in layers for size, _ in layer.values())) or 1
+    best = torch.zeros(budget // unit + 1, dtype=torch.float64)  # least loss of so many units at most
+    taken = []
+    for layer in layers:
+        sums = torch.full((len(layer), len(best)), math.inf, dtype=torch.float64)
+        for row, (size, loss) in zip(sums, layer.values(), strict=True):
+            row[size // unit :] = best[: max(0, len(best) - size // unit)] + loss
+        best, which = sums.min(0)
+        taken.append(which)
+    chosen, left = [], len(best) - 1
+    for layer, which in zip(reversed(layers), reversed(taken), strict=True):
+        chosen.append(list(layer)[int(which[left])])
+        left -= layer[chosen[-1]][0] // unit
+    return chosen[::-1]
 
 
 def loss_at(losses: Mapping[int, float], rank: int) -> float:

@@ -28,6 +28,7 @@ _LAYER_HEADINGS = {
     "stream_output_error": "attention output, in stream",
     "hidden_error": "hidden states",
     "kv_lora_rank": "`kv_lora_rank`",
+    "latent_bits": "`latent_bits`",
 }
 _CARD = """---
 {header}
@@ -130,9 +131,11 @@ def model_card(
     """
     header = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["mha2mla", "mla"]}
     cached, before = report["cache_numel_per_token"], report["source_cache_numel_per_token"]
-    bits = report["geometry"]["latent_bits"]
+    bits = sorted({layer["latent_bits"] for layer in report["layers"]})
+    shown = ", ".join(map(str, bits))
     length = report["calibrated_length"]
-    several = len({layer.get("kv_lora_rank") for layer in report["layers"]}) > 1
+    names = ("kv_lora_rank", "latent_bits")
+    several = [f"`{name}`" for name in names if len({layer.get(name) for layer in report["layers"]}) > 1]
     return _CARD.format_map(
         {
             **report,
@@ -145,7 +148,7 @@ def model_card(
             "cached": cached,
             "before": before,
             "cached_bytes": report["cache_bytes_per_token"],
-            "codes": f"; latents as codes of {bits} bits, by the package alone" if bits < 16 else "",
+            "codes": f"; latents as codes of {shown} bits, by the package alone" if bits[0] < 16 else "",
             "before_bytes": 2 * before,
             "kept": f"; {report['kept_cache_ratio']:.4f} with rotary keys kept"
             if report["rotary_numel_per_token"]
@@ -155,7 +158,7 @@ def model_card(
             "picture": "" if plot is None else f"![relative error by layer]({plot})\n\n",
             "layer_table": _table(report["layers"]),
             "geometry_table": _table([report["geometry"]]),
-            "ranks": "`kv_lora_rank` is another by layer: see the table of layers.\n\n" if several else "",
+            "ranks": f"{' and '.join(several)} differ by layer: see the table of layers.\n\n" if several else "",
             "rotary": f"Rotary positions: {report['rope_note']}.\n" if report["rope_note"] else "",
             "peak_gib": report["peak_rss_bytes"] / 2**30,
         }

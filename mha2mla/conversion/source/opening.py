@@ -113,6 +113,11 @@ class Source(OpenedFolder):
     adapter: FamilyAdapter
     spec: SourceSpec
 
+    def attention_names(self) -> set[str]:
+        """Names of the attention's tensors of all layers, which a conversion replaces."""
+        layers = range(self.spec.num_layers)
+        return {name for layer in layers for name in self.adapter.attention_names(self.spec, layer).values()}
+
     def _check_attention(self, layer: int) -> None:
         """Refuses a projection that is zero everywhere."""
         cpu = torch.device("cpu")

@@ -1,18 +1,18 @@
 """Ranks per layer: the hand-out is optimal and keeps the budget, what is measured repeats, a checkpoint has them."""
 
 import itertools
-import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from mha2mla.conversion.latent import ranks as layer_ranks
 from mha2mla.conversion.latent.ranks import allocate, choose_layer_ranks, loss_at, most_rank
-from mha2mla.geometry import MLAGeometry
+from mha2mla.geometry import MLAGeometry, code_bytes
 from tests.conversion import tiny
 from tests.conversion.tiny import Recipe, walk_over
 from tests.few import each
@@ -27,27 +27,32 @@ def source(tmp_path_factory):
     return tiny.checkpoint(tmp_path_factory.mktemp("source"), head_dim=32, num_hidden_layers=LAYERS)
 
 
+CHOICES = [(rank, bits) for rank in (32, 64, 96) for bits in (3, 4, 16)]
+SIZES = {(rank, bits): code_bytes(rank, bits, 32) if bits < 16 else 2 * rank for rank, bits in CHOICES}
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.floats(1e-4, 1.0), st.floats(1e-3, 0.1)), min_size=1, max_size=4), st.integers(0, 12))
-def test_the_hand_out_is_the_best_there_is(curves, extra):
-    step, least, most = 8, 16, 64
-    losses = [{rank: scale * math.exp(-rate * rank) for rank in (16, 32, 64)} for scale, rate in curves]
-    budget = len(losses) * least + extra * step
-    found = allocate(losses, budget, step=step, most=most)
-    assert sum(found) <= budget and all(least <= rank <= most and (rank - least) % step == 0 for rank in found)
-    assert sum(found) == min(budget, most * len(losses))
-    choices = range(least, most + 1, step)
+@given(
+    st.lists(st.lists(st.floats(0.0, 1.0), min_size=len(CHOICES), max_size=len(CHOICES)), min_size=1, max_size=3),
+    st.integers(0, 500),
+)
+def test_the_hand_out_is_the_best_there_is(losses, extra):
+    """Of any losses, convex or not, against every combination."""
+    layers = [{each: (SIZES[each], loss) for each, loss in zip(CHOICES, layer, strict=True)} for layer in losses]
+    budget = len(layers) * min(SIZES.values()) + extra
+    found = allocate(layers, budget)
+    assert sum(SIZES[each] for each in found) <= budget
     best = min(
-        sum(loss_at(layer, rank) for layer, rank in zip(losses, ranks, strict=True))
-        for ranks in itertools.product(choices, repeat=len(losses))
-        if sum(ranks) <= budget
+        sum(layer[each][1] for layer, each in zip(layers, chosen, strict=True))
+        for chosen in itertools.product(CHOICES, repeat=len(layers))
+        if sum(SIZES[each] for each in chosen) <= budget
     )
-    assert sum(map(loss_at, losses, found)) == pytest.approx(best, rel=1e-9)
+    assert sum(layer[each][1] for layer, each in zip(layers, found, strict=True)) == pytest.approx(best, rel=1e-9)
 
 
-def test_no_layer_gets_a_rank_below_its_measured_ones():
-    almost_free = {32: 1e-9, 64: 1e-10}
-    assert allocate([almost_free, {32: 1.0, 64: 0.1}], 128, step=16, most=128) == [32, 96]
+def test_a_layer_s_saving_goes_to_another():
+    layers = [{16: (16, 1.0), 32: (32, 0.9)}, {16: (16, 1.0), 32: (32, 0.5), 48: (48, 0.1)}]
+    assert allocate(layers, 64) == [16, 48]
 
 
 def test_a_loss_never_rises_with_the_rank():
@@ -71,12 +76,13 @@ def test_what_is_measured_falls_with_the_rank_and_repeats(layout, steps, source)
     first, second = (choose_layer_ranks(walk) for _ in range(2))
     assert first == second
     spec = walk.spec
-    ranks, found = first
+    chosen, found = first
+    ranks = [rank for rank, _ in chosen]
     geometries = recipe.geometries(spec, ranks)
     uniform = recipe.geometry(spec)
     assert len(geometries) == LAYERS
     assert sum(each.cache_numel_per_token for each in geometries) <= LAYERS * uniform.cache_numel_per_token
-    losses = {int(rank): values for rank, values in found.items()}
+    losses = {int(rank): values for rank, values in found["ranks"].items()}
     assert len(losses) >= 3 and min(losses) <= min(ranks)
     for layer in range(LAYERS):
         by_rank = [losses[rank][layer] for rank in sorted(losses)]
@@ -120,9 +126,74 @@ def test_a_checkpoint_with_measured_ranks_generates(source, tmp_path):
     assert report.cache_ratio <= 0.5
     assert [row["kv_lora_rank"] for row in report.layers] == ranks
     assert (f"ranks {min(ranks)} to {max(ranks)} by layer" in str(report)) == (len(set(ranks)) > 1)
-    assert ("another by layer" in (tmp_path / "out" / "README.md").read_text()) == (len(set(ranks)) > 1)
+    assert ("differ by layer" in (tmp_path / "out" / "README.md").read_text()) == (len(set(ranks)) > 1)
     tokens = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, do_sample=False)
     assert tokens.shape == (1, 8)
+
+
+@pytest.fixture(scope="module")
+def auto(source, tmp_path_factory):
+    """cache_ratio → report of bits that are chosen."""
+    folder = tmp_path_factory.mktemp("auto")
+
+    def converted(ratio):
+        recipe = Recipe(cache_ratio=ratio, latent_bits="auto", **SHORT)
+        texts = {"calibration": tiny.some_tokens(8, 40), "evaluation": tiny.some_tokens(2, 40)}
+        return tiny.convert(source, folder / str(ratio), recipe, **texts)
+
+    return {ratio: converted(ratio) for ratio in (1.0, 0.5, 0.16)}
+
+
+@pytest.mark.parametrize(("ratio", "bits"), [(1.0, {16}), (0.5, {8, 16}), (0.16, {3, 4, 8})])
+def test_auto_bits_follow_the_budget(ratio, bits, auto):
+    report = auto[ratio]
+    assert {row["latent_bits"] for row in report.layers} <= bits
+    assert report.cache_ratio <= ratio and report.recipe["latent"]["bits"] == "auto"
+    config = AutoModelForCausalLM.from_pretrained(report.destination, dtype=torch.float32).config
+    layers = [config.layer_geometry(layer) for layer in range(LAYERS)]
+    assert report.cache_bytes_per_token == sum(each.cache_bytes_per_token(2) for each in layers)
+    assert [row["latent_bits"] for row in report.layers] == [each.latent_bits for each in layers]
+    if ratio < 1:
+        assert [each.latent_bits for each in layers] == report.searches["layer_bits"]
+        assert all(each.kv_lora_rank % 32 == 0 for each in layers)
+
+
+def test_losses_of_codes_rise_as_bits_fall(auto):
+    found = auto[0.16].searches["layer_code_losses"]
+    for layer in range(LAYERS):
+        by_bits = [found[bits][layer] for bits in ("16", "8", "4", "3")]
+        assert by_bits[0] == 0 and by_bits == sorted(by_bits) and 8 * by_bits[1] < by_bits[2] < by_bits[3] / 2
+
+
+def test_a_checkpoint_of_auto_bits_generates_and_says_them(auto):
+    report = auto[0.16]
+    model = AutoModelForCausalLM.from_pretrained(report.destination, dtype=torch.float32)
+    tokens = torch.tensor([[1, 2, 3]])
+    generated = model.generate(tokens, max_new_tokens=20, do_sample=False)
+    plain = DynamicCache(config=model.model.config)
+    assert torch.equal(generated, model.generate(tokens, max_new_tokens=20, do_sample=False, past_key_values=plain))
+    bits = report.searches["layer_bits"]
+    card = (Path(report.destination) / "README.md").read_text()
+    assert f"codes of {', '.join(map(str, sorted(set(bits))))} bits" in card
+    assert (f"bits {min(bits)} to {max(bits)} by layer" in str(report)) == (len(set(bits)) > 1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"layout": "shared"}, "latent.bits is 'auto' in the shared layout"),
+        ({"layout": "latent", "kv_lora_rank": 32, "qk_rope_head_dim": 8}, "with cache_ratio None; expected"),
+        ({"latent_ranks": [32, 32, 32]}, r"latent.ranks is \[32, 32, 32\]; expected .* beside latent.bits 'auto'"),
+    ],
+)
+def test_auto_bits_need_a_ratio_and_the_latent_alone(keys, message):
+    with pytest.raises(ValueError, match=message):
+        Recipe(latent_bits="auto", **keys)
+
+
+def test_auto_bits_refuse_less_than_a_group(source):
+    with pytest.raises(ValueError, match="cache_ratio is 0.03"):
+        Recipe(cache_ratio=0.03, latent_bits="auto").geometry(walk_over(source, Recipe()).spec)
 
 
 def test_ranks_may_be_given(source, tmp_path):
@@ -161,7 +232,7 @@ def test_bad_ranks_are_refused(ranks, message):
 )
 def test_no_layer_leaves_the_widths_of_fast_kernels_that_the_mean_is_in(layout, rope, rank, most):
     geometry = MLAGeometry(32, 1, rank, rope, 128, 128, 8, 8, rope_from_latent=layout == "latent")
-    assert most_rank(geometry, 64) == most
+    assert most_rank(geometry, 64, rank) == most
 
 
 def test_ranks_must_fit_the_source(source):
