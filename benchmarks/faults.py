@@ -78,12 +78,12 @@ FAULTS = tuple(
 +latents = len(layers) * layers[0].cache_bytes_per_token(2)
 # what a static cache held before a reset or a crop is read
 @ mha2mla/modeling/latent_layer.py
-? tests/modeling/test_cache.py tests/modeling/test_cache_contents.py tests/modeling/test_cache_errors.py
+? tests/modeling/test_cache.py tests/modeling/test_cache_errors.py
 -return torch.where(there, latent, 0.0), None if rope
 +return latent, None if rope
 # behind a static layer's latents of "latent" there are no zeros
 @ mha2mla/modeling/latent_layer.py
-? tests/modeling/test_cache_contents.py -k unused_pages
+? tests/modeling/test_cache.py -k unused_pages
 -return torch.where(there, latent, 0.0), None if rope
 +return (latent if rope is None else torch.where(there, latent, 0.0)), None if rope
 # positions are read on the host
@@ -93,12 +93,12 @@ FAULTS = tuple(
 +(torch.arange(new_tokens, device=device) + int(self.get_seq_length()))
 # a full static cache writes over its neighbour
 @ mha2mla/modeling/latent_layer.py
-? tests/modeling/test_cache.py tests/modeling/test_cache_contents.py
+? tests/modeling/test_cache.py
 -inside = token < self.capacity
 +inside = token <= self.capacity
 # beams keep each other's tokens
 @ mha2mla/modeling/latent_layer.py
-? tests/modeling/test_cache.py tests/modeling/test_cache_contents.py
+? tests/modeling/test_cache.py
 -rows = [rows[indices] for rows in self.rows()]
 +rows = [rows[indices.sort().values] for rows in self.rows()]
 # a fork does not own its pages

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -186,16 +185,10 @@ def _mla_attend(
     return out.flatten(0, 1)
 
 
-def _long_mla(geometry: MLAGeometry, page_size: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    return _long((geometry.qk_nope_head_dim, geometry.qk_rope_head_dim), geometry.v_head_dim, dtype, device)
-
-
-def _long_gqa(geometry: GQAGeometry, page_size: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    return _long((geometry.qk_head_dim,), geometry.v_head_dim, dtype, device)
-
-
-def _long(widths: tuple[int, ...], v_head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    why = explain_attention_varlen(widths, v_head_dim, dtype, device)
+def _long(geometry: MLAGeometry | GQAGeometry, page_size: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    is_mla = isinstance(geometry, MLAGeometry)
+    widths = (geometry.qk_nope_head_dim, geometry.qk_rope_head_dim) if is_mla else (geometry.qk_head_dim,)
+    why = explain_attention_varlen(widths, geometry.v_head_dim, dtype, device)
     return None if why is None else f"long queries run attention_varlen, and {why}"
 
 
@@ -320,38 +313,24 @@ def _gqa(name: str, backend: str | None, explain: Callable, explain_long: Callab
 
 
 _EIGHT_BITS = {"cache_layout": fp8_layout, "automatic": False}
-BUILT_IN: Mapping[str, AttentionBackend] = MappingProxyType(
-    {
-        backend.name: backend
-        for backend in (
-            _mla("mla_paged", None, explain_mla_decode, _long_mla),
-            _gqa("gqa_paged", None, _explain_gqa, _long_gqa),
-            _mla(
-                "mla_fp8",
-                None,
-                partial(_explain_fp8, partial(explain_mla_decode, latent_dtype=torch.float8_e4m3fn)),
-                _long_mla,
-                **_EIGHT_BITS,
-            ),
-            _mla(
-                "mla_fp8_reference",
-                "reference",
-                partial(_explain_fp8, partial(_rows, 16)),
-                _serves_all,
-                compiled=False,
-                **_EIGHT_BITS,
-            ),
-            # No op of its own attends: the model's attn_implementation does.
-            _mla("mla_expanded", None, _serves_all, _one_call, compiled=False, automatic=False, attend=None, plan=None),
-            # Last: what serves where nothing else does.
-            _mla("mla_reference", "reference", partial(_rows, 8), _serves_all, compiled=False),
-            _gqa("gqa_reference", "reference", _serves_all, _serves_all, compiled=False),
-        )
-    }
-)
+_explain_mla_fp8 = partial(_explain_fp8, partial(explain_mla_decode, latent_dtype=torch.float8_e4m3fn))
+# The registry that models look names up in; a program adds its own backends to it.
+ATTENTION_BACKENDS = AttentionRegistry(
+    (
+        _mla("mla_paged", None, explain_mla_decode, _long),
+        _gqa("gqa_paged", None, _explain_gqa, _long),
+        _mla("mla_fp8", None, _explain_mla_fp8, _long, **_EIGHT_BITS),
+        _mla(
+            "mla_fp8_reference", "reference", partial(_explain_fp8, partial(_rows, 16)), _serves_all, compiled=False,
+            **_EIGHT_BITS,
+        ),
+        # No op of its own attends: the model's attn_implementation does.
+        _mla("mla_expanded", None, _serves_all, _one_call, compiled=False, automatic=False, attend=None, plan=None),
+        # Last: what serves where nothing else does.
+        _mla("mla_reference", "reference", partial(_rows, 8), _serves_all, compiled=False),
+        _gqa("gqa_reference", "reference", _serves_all, _serves_all, compiled=False),
+    )
+)  # fmt: skip
 
 # Attention backend of a converted layer, by the backend of all ops.
 OF_OPS: Mapping[str | None, str | None] = {None: None, "tilelang": "mla_paged", "reference": "mla_reference"}
-
-# The registry that models look names up in; a program adds its own backends to it.
-ATTENTION_BACKENDS = AttentionRegistry(BUILT_IN.values())

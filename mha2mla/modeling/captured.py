@@ -3,7 +3,7 @@
 A recording holds at every length: it runs over a static cache that shares the pages of the call's own dynamic one
 (:meth:`LatentCache.sharing_pages`), so lengths come from the device; tokens, positions and the mask are copied into
 buffers that it reads. All else that a step looks at on the host is in the key under which it is kept, or in the
-``recordable.fingerprint`` that is compared once per ``generate``. Where pages move, what was recorded over them goes.
+``recorders.fingerprint`` that is compared once per ``generate``. Where pages move, what was recorded over them goes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH
 from mha2mla.modeling.cache import LatentCache
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.modeling_mha2mla import is_padding_mask, is_recorded
-from mha2mla.modeling.recordable import fingerprint
-from mha2mla.modeling.recorders import CudaGraphs, Recorder
+from mha2mla.modeling.recorders import CudaGraphs, Recorder, fingerprint
 
 # Caches are as long as the call may become, up to so many tokens behind the prompt; beyond, they grow by doubling.
 _ROOM_FOR_ANSWER = 4096

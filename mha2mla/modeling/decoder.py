@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from mha2mla.families import FAMILIES
 from mha2mla.kernels import rms_norm
 from mha2mla.modeling.fused_projections import fuse_weights, project, project_gated
-from mha2mla.modeling.recordable import HOST_ROPE
+from mha2mla.modeling.recorders import HOST_ROPE
 from mha2mla.modeling.step import AttentionStep
 
 _SILU = type(ACT2FN["silu"])

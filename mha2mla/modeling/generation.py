@@ -13,7 +13,7 @@ from transformers.masking_utils import create_masks_for_generate
 from mha2mla.modeling.cache import LatentCache
 from mha2mla.modeling.captured import GraphStore
 from mha2mla.modeling.config import MHA2MLAConfig
-from mha2mla.modeling.recordable import explain_capture
+from mha2mla.modeling.recorders import explain_capture
 
 # Fields of a model's config that ``generate`` takes as arguments.
 _CACHE_OPTIONS = ("attention_window", "num_sink_tokens", "rotary_key_cache")
@@ -64,24 +64,11 @@ class LatentGenerationMixin(GenerationMixin):
         return self.config.with_options(**{name: getattr(generation_config, name, None) for name in _CACHE_OPTIONS})
 
     def prepare_inputs_for_generation(
-        self,
-        input_ids: Tensor,
-        next_sequence_length: int | None = None,
-        past_key_values: Cache | None = None,
-        attention_mask: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        is_first_iteration: bool | None = False,
-        **kwargs: Any,
+        self, *args: Any, past_key_values: Cache | None = None, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         """transformers' inputs, and ``mla_captured``, by which ``forward`` knows that it may replay a step."""
         inputs = super().prepare_inputs_for_generation(
-            input_ids,
-            next_sequence_length=next_sequence_length,
-            past_key_values=past_key_values,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            is_first_iteration=is_first_iteration,
-            **kwargs,
+            *args, past_key_values=past_key_values, inputs_embeds=inputs_embeds, **kwargs
         )
         captured = getattr(past_key_values, "captured", None)
         return inputs if captured is None else {**inputs, "mla_captured": captured}

@@ -176,7 +176,8 @@ class AttentionRegistry:
         Raises:
             ValueError: there is no backend of that name.
         """
-        candidates = [self.get(name)] if name is not None else self._of(geometry)
+        chosen = [each for each in self._backends.values() if each.automatic and isinstance(geometry, each.geometry)]
+        candidates = chosen if name is None else [self.get(name)]
         reasons = []
         for backend in candidates:
             why = backend.refusal(geometry, page_size, dtype, device, long_queries=long_queries)
@@ -184,7 +185,3 @@ class AttentionRegistry:
                 return backend, "; ".join(reasons)
             reasons.append(why if name is not None else f"{backend.name}: {why}")
         return None, "; ".join(reasons) or "none is registered"
-
-    def _of(self, geometry: Any) -> list[AttentionBackend]:
-        """Those that may be chosen for a geometry."""
-        return [each for each in self._backends.values() if each.automatic and isinstance(geometry, each.geometry)]

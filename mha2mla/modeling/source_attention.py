@@ -23,7 +23,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from mha2mla.kernels import (
     MAX_DECODE_QUERY_LENGTH,
     attention_varlen,
+    causal_attention,
     explain_attention_varlen,
+    explain_causal_attention,
     explain_gqa_decode,
     gqa_decode,
     plan_gqa_decode,
@@ -273,6 +275,26 @@ def pages_of(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor] | None
     ]
     row = torch.arange(count, dtype=torch.int32, device=key.device)
     return *pages, row + step * torch.arange(batch, dtype=torch.int32, device=key.device)[:, None]
+
+
+def explain_window_attention(query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    """Why :func:`window_attention` has no kernels for these tensors, or None."""
+    if not 1 < query.shape[2] == key.shape[2]:
+        return f"there are {query.shape[2]} queries and {key.shape[2]} keys; it takes as many, and more than one"
+    widths = (query.shape[-1], value.shape[-1])
+    return explain_causal_attention(query.shape[2], query.shape[1], widths, query.dtype, query.device)
+
+
+def window_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """Causal attention of query and key [B, H, S, d_qk] and value [B, H, S, d_v]: [B, S, H, d_v], contiguous.
+
+    Differentiable, for what trains through converted layers.
+
+    Args:
+        scaling: of the scores; None for d_qk ** -0.5.
+    """
+    operands = (x.transpose(1, 2) for x in (query, key, value))
+    return causal_attention(*operands, softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling)
 
 
 def register() -> None:

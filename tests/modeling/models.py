@@ -189,14 +189,30 @@ def randomise(model):
     return model
 
 
-def logits_of_calls(model, cache, ids, stops=(15, 16, 17, 22, 29), mask=None) -> torch.Tensor:
-    """Logits of calls that end at ``stops``, by default a prompt, single tokens and chunks; ``mask`` [B, T]."""
+@torch.no_grad()
+def logits_of_calls(model, cache, ids, stops=(15, 16, 17, 22, 29), mask=None, positions=None) -> torch.Tensor:
+    """Logits of calls that end at ``stops``, by default a prompt, single tokens and chunks; ``mask`` and ``positions``
+    [B, T]."""
     parts, start = [], 0
     for stop in stops:
+        given = {} if positions is None else {"position_ids": positions[:, start:stop]}
         shown = None if mask is None else mask[:, :stop]
-        parts.append(model(ids[:, start:stop], attention_mask=shown, past_key_values=cache).logits)
+        parts.append(model(ids[:, start:stop], attention_mask=shown, past_key_values=cache, **given).logits)
         start = stop
     return torch.cat(parts, 1)
+
+
+@torch.no_grad()
+def batch_logits(model, cache, new: dict[int, torch.Tensor], **options) -> dict[int, torch.Tensor]:
+    """Logits of new tokens ``new`` [S_i] per sequence, of a step over a paged cache; the last ones alone too."""
+    batch = cache.extend({sequence: len(ids) for sequence, ids in new.items()}, **options)
+    flat, step = batch.flatten(list(new.values())), cache.step(batch)
+    logits = batch.unflatten(model.forward_batch(flat, step, all_logits=True))
+    last = model.forward_batch(flat, step)
+    for row, index in enumerate(batch.order.tolist()):
+        if index >= 0 and batch.lengths[0, row]:
+            assert relative_error(last[row], logits[index][-1]) < TOLERANCE
+    return dict(zip(new, logits, strict=True))
 
 
 def tokens(batch: int, length: int) -> torch.Tensor:

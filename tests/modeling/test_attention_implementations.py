@@ -25,11 +25,8 @@ def check(model):
     model.config.attention_backend = "mla_expanded"
     for max_cache_len in (None, 32):
         cache = LatentCache(model.config, max_cache_len=max_cache_len)
-        for start, stop in ((0, 11), (11, 12), (12, 16)):
-            logits = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache).logits
-            first = max(4 - start, 0)
-            error = models.relative_error(logits[:, first:], expected[:, start + first : stop])
-            assert error < models.TOLERANCE, (max_cache_len, start)
+        logits = models.logits_of_calls(model, cache, ids, (11, 12, 16), mask)
+        assert models.relative_error(logits[:, 4:], expected[:, 4:]) < models.TOLERANCE, max_cache_len
         cache.crop(-3)
         logits = model(ids[:1].expand(2, -1)[:, 13:], past_key_values=cache).logits
         cache.crop(-3)

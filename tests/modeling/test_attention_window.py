@@ -64,12 +64,9 @@ def test_prefill_chunks_and_decode_equal_masks(case, limits, form):
     assert models.relative_error(expected[0], masked(model, ids, starts, 200, 0)[0]) > 1e-3, "the window is seen"
     assert seen_errors(model(ids, attention_mask=mask, use_cache=False).logits, expected, starts) < TOLERANCE
     for static in (False, True):
-        cache, logits, first = LatentCache(model.config, 80 if static else None, 16), [], 0
-        for stop in (21, 22, 23, 27, 52, 53, 75):
-            part = slice(first, stop)
-            logits.append(model(ids[:, part], attention_mask=mask[:, :stop], past_key_values=cache).logits)
-            first = stop
-        assert seen_errors(torch.cat(logits, 1), expected, starts) < TOLERANCE
+        cache = LatentCache(model.config, 80 if static else None, 16)
+        logits = models.logits_of_calls(model, cache, ids, (21, 22, 23, 27, 52, 53, 75), mask)
+        assert seen_errors(logits, expected, starts) < TOLERANCE
 
 
 @each("case, limits", CASES, LIMITS)
@@ -79,15 +76,13 @@ def test_batches_equal_masks(case, limits):
     ids = models.tokens(2, 90)
     expected = masked(model, ids, [0, 0], *limits)
     cache, done = model.paged_cache(num_pages=16, page_size=16), [0, 0]
-    chat, prompt = cache.open(), cache.open()
+    sequences = [cache.open(), cache.open()]
     for counts in ((5, 40), (1, 30), (3, 1), (50, 9), (31, 10)):
-        batch = cache.extend({chat: counts[0], prompt: counts[1]})
-        new = [ids[row, done[row] : done[row] + counts[row]] for row in range(2)]
-        logits = batch.unflatten(model.forward_batch(batch.flatten(new), cache.step(batch), all_logits=True))
-        for row, mine in enumerate(logits):
-            part = expected[row, done[row] : done[row] + counts[row]]
-            assert models.relative_error(mine, part) < TOLERANCE
-            done[row] += counts[row]
+        parts = [slice(first, first + count) for first, count in zip(done, counts, strict=True)]
+        logits = models.batch_logits(model, cache, {each: ids[each, parts[each]] for each in sequences})
+        for row, part in enumerate(parts):
+            assert models.relative_error(logits[row], expected[row, part]) < TOLERANCE
+        done = [part.stop for part in parts]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -103,10 +98,7 @@ def test_other_caches_and_implementations(case, kind, attention):
         logits = model(ids, attention_mask=mask, use_cache=False).logits
     else:
         made = {"dynamic": DynamicCache, "static": lambda: StaticCache(model.model.config, max_cache_len=48)}
-        cache = made[kind]()
-        pieces = ((0, 25), (25, 26), (26, 40))
-        parts = [model(ids[:, a:b], attention_mask=mask[:, :b], past_key_values=cache).logits for a, b in pieces]
-        logits = torch.cat(parts, 1)
+        logits = models.logits_of_calls(model, made[kind](), ids, (25, 26, 40), mask)
     assert seen_errors(logits, expected, starts) < TOLERANCE
 
 
@@ -188,12 +180,6 @@ def test_the_report_tells_of_the_window():
     assert [layer.sliding_window for layer in model.attention_report()] == [30, models.WINDOW]
     (prompt,) = {(layer.form, layer.backend) for layer in model.attention_report(query_length=10_000)}
     assert prompt == ("expanded", "mla_reference")
-
-
-def test_the_config_keeps_its_window(tmp_path):
-    models.mla_config("per-group", attention_window=9, num_sink_tokens=4).save_pretrained(tmp_path)
-    config = type(models.mla_config()).from_pretrained(tmp_path)
-    assert (config.attention_window, config.num_sink_tokens) == (9, 4)
 
 
 @torch.no_grad()

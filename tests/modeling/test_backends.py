@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.modeling.backends import BUILT_IN
+from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.batch import SequenceBatch
 from mha2mla.modeling.cache_layout import quantizer_of
 from mha2mla.modeling.registry import AttentionConstants, GQAGeometry
@@ -20,7 +20,7 @@ STORED, LATENT = MLAGeometry(6, 2, 16, 8, 8, 16, 2), MLAGeometry(6, 1, 16, 8, 8,
 CODES = replace(LATENT, latent_bits=4)
 PAGE, PAGES = 16, 13
 CASES = [
-    (BUILT_IN[name], geometry)
+    (ATTENTION_BACKENDS.get(name), geometry)
     for name, geometry in (
         ("mla_paged", STORED),
         ("gqa_paged", GQAGeometry(6, 2, 16, 8)),
@@ -133,12 +133,3 @@ def test_export_with_dynamic_shapes(backend, geometry):
         plan = backend.plan(cache, batch, layer.constants, torch.float32)
         expected = layer(tensors, copies(cache), batch, plan)
         assert torch.equal(program.module()(tensors, copies(cache), batch, plan), expected)
-
-
-def test_descriptors_say_what_they_are():
-    for name, backend in BUILT_IN.items():
-        assert backend.name == name
-    for backend, geometry in CASES:
-        layout = backend.cache_layout(geometry, PAGE, torch.bfloat16)
-        assert layout.page_size == PAGE and layout.make(2)
-        assert ("rope_cache" in layout.make(1)) is (geometry is STORED)

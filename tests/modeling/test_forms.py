@@ -1,5 +1,7 @@
 """The absorbed form, the expanded form, and no cache at all: one model."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
@@ -9,17 +11,6 @@ from mha2mla.modeling import LatentCache, backends
 from tests.few import each
 from tests.modeling import models
 from tests.modeling.models import TOLERANCE
-
-
-@torch.no_grad()
-def decode(model, ids, steps, cache=None):
-    """Logits of ``ids`` fed in pieces: up to steps[0], from there to steps[1], and so on."""
-    logits, start = [], 0
-    for stop in [*steps, ids.shape[1]]:
-        out = model(ids[:, start:stop], past_key_values=cache, use_cache=True)
-        cache, start = out.past_key_values, stop
-        logits.append(out.logits)
-    return torch.cat(logits, dim=1)
 
 
 def absorbed_calls(monkeypatch) -> list[int]:
@@ -46,7 +37,7 @@ def test_cached_equals_uncached_in_both_forms(case, static, monkeypatch):
     for form in ("absorbed", "expanded", "auto"):
         model.config.attention_backend = models.FORMS[form]
         cache = LatentCache(model.config, max_cache_len=45 if static else None, page_size=16)
-        logits = decode(model, ids, [11, 12, 13, 17, 20, 36, 37, 38], cache)
+        logits = models.logits_of_calls(model, cache, ids, (11, 12, 13, 17, 20, 36, 37, 38, 40))
         assert models.relative_error(logits, expected) < TOLERANCE
     assert calls == 2 * [length for length in (1, 1, 4, 3, 1, 1, 2) for _ in range(2)]
 
@@ -65,11 +56,8 @@ def test_several_tokens_under_a_window_are_absorbed(case, query_length, monkeypa
         model.config.attention_backend = models.FORMS[form]
         # How much a static cache holds is no host's business: up to 8 tokens that makes no difference.
         cache = LatentCache(model.config, max_cache_len=40 if query_length == 8 else None, page_size=16)
-        pieces = []
-        for stop in range(5, ids.shape[1] + 1, query_length):
-            part = slice(0 if stop == 5 else stop - query_length, stop)
-            pieces.append(model(ids[:, part], attention_mask=mask[:, :stop], past_key_values=cache).logits)
-        logits[form] = torch.cat(pieces[1:], dim=1)
+        stops = range(5, ids.shape[1] + 1, query_length)
+        logits[form] = models.logits_of_calls(model, cache, ids, stops, mask)[:, 5:]
     assert calls == [5] * 2 + [query_length] * 2 * 4
     assert models.relative_error(logits["absorbed"], logits["expanded"]) < TOLERANCE
 
@@ -82,7 +70,8 @@ def test_stock_caches_serve_the_expanded_form(case):
     expected = model(ids, use_cache=False).logits
     caches = [DynamicCache(), DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=32)]
     for cache in caches:
-        assert models.relative_error(decode(model, ids, [12, 13, 14, 18, 29], cache), expected) < TOLERANCE
+        logits = models.logits_of_calls(model, cache, ids, (12, 13, 14, 18, 29, 30))
+        assert models.relative_error(logits, expected) < TOLERANCE
 
 
 @torch.no_grad()
@@ -126,7 +115,7 @@ def test_queries_are_absorbed_where_that_is_cheaper(monkeypatch):
     stops = [border, 2 * border, 3 * border + 1, 3 * border + 2]
     for static in (False, True):
         cache = LatentCache(model.config, max_cache_len=128 if static else None)
-        assert models.relative_error(decode(model, ids, stops[:-1], cache), expected) < TOLERANCE
+        assert models.relative_error(models.logits_of_calls(model, cache, ids, stops), expected) < TOLERANCE
         assert lengths == ([] if static else [[border] * 2])
         lengths.clear()
 
@@ -141,12 +130,9 @@ def test_a_backend_by_name_serves_prompts_too(case, monkeypatch):
     expected = model(ids, attention_mask=mask, use_cache=False).logits
     model.config.attention_backend = "mla_reference"
     monkeypatch.setattr(type(model.model.layers[0].self_attn), "_expanded", None)
-    cache, start = LatentCache(model.config, page_size=16), 0
-    for stop in (12, 31, 32, 36, 40):
-        logits = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache).logits
-        shown = mask[:, start:stop].bool()
-        assert models.relative_error(logits[shown], expected[:, start:stop][shown]) < TOLERANCE
-        start = stop
+    cache, shown = LatentCache(model.config, page_size=16), mask.bool()
+    logits = models.logits_of_calls(model, cache, ids, (12, 31, 32, 36, 40), mask)
+    assert models.relative_error(logits[shown], expected[shown]) < TOLERANCE
 
 
 @pytest.mark.parametrize("case", ["some sliding", "latent some sliding"])
@@ -159,12 +145,11 @@ def test_eight_bit_latents_through_every_form(static, case):
     mask[0, :3], mask[1, 33:36] = 0, 0
     expected = model(ids, attention_mask=mask, use_cache=False).logits
     model.config.attention_backend = "mla_fp8_reference"
-    cache, start = LatentCache(model.config, max_cache_len=48 if static else None, page_size=16), 0
-    for stop in (9, 10, 14, 30, 33, 38, 39, 40):
-        logits = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache).logits
+    cache = LatentCache(model.config, max_cache_len=48 if static else None, page_size=16)
+    logits = models.logits_of_calls(model, cache, ids, stops := (9, 10, 14, 30, 33, 38, 39, 40), mask)
+    for start, stop in pairwise((0, *stops)):
         shown = mask[:, start:stop].bool()
-        assert 1e-4 < models.relative_error(logits[shown], expected[:, start:stop][shown]) < 0.2
-        start = stop
+        assert 1e-4 < models.relative_error(logits[:, start:stop][shown], expected[:, start:stop][shown]) < 0.2
     config, layer = model.config, cache.layers[0]
     assert layer.tensors["latent_cache"].dtype == torch.float8_e4m3fn and layer.dtype == torch.float32
     geometry = config.layer_geometry(0)

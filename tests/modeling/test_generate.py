@@ -79,16 +79,6 @@ def test_an_offloaded_cache_is_left_to_transformers():
     assert type(arguments["past_key_values"]) is DynamicCache
 
 
-@pytest.mark.parametrize("case", LAYOUTS)
-def test_a_padded_batch_says_what_its_sequences_say(case):
-    model = models.mla_model(case)
-    inputs = models.padded(11, 6, 2)
-    together = model.generate(**inputs, max_new_tokens=9, do_sample=False)[:, 11:]
-    for row, length in enumerate((11, 6, 2)):
-        alone = model.generate(inputs["input_ids"][row : row + 1, 11 - length :], max_new_tokens=9, do_sample=False)
-        assert torch.equal(alone[0, length:], together[row])
-
-
 MODES = {
     "sampling": {"do_sample": True, "top_k": 0, "temperature": 0.8},
     "beams": {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},

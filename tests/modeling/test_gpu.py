@@ -61,19 +61,14 @@ def batch(length: int, *paddings: int) -> tuple[torch.Tensor, torch.Tensor, torc
     return ids, mask, (mask.cumsum(1) - 1).clamp(min=0)
 
 
-@torch.no_grad()
 def decode(model, inputs, prefill: int, form: str, step: int = 1, **cache_keys) -> torch.Tensor:
     """Logits of all tokens behind ``prefill``, ``step`` of them at a time."""
-    ids, mask, position = inputs
     model.config.attention_backend = {**models.FORMS, "by name": "mla_paged"}[form]
-    cache = LatentCache(model.config, **cache_keys)
-    logits = []
-    for start, stop in [(0, prefill), *((t, t + step) for t in range(prefill, ids.shape[1], step))]:
-        part = slice(start, stop)
-        out = model(ids[:, part], attention_mask=mask[:, :stop], position_ids=position[:, part], past_key_values=cache)
-        logits.append(out.logits)
+    cache, (ids, mask, position) = LatentCache(model.config, **cache_keys), inputs
+    stops = range(prefill, ids.shape[1] + step, step)
+    logits = models.logits_of_calls(model, cache, ids, stops, mask, position)
     model.config.attention_backend = None
-    return torch.cat(logits[1:], dim=1)
+    return logits[:, prefill:]
 
 
 @pytest.mark.parametrize("step", [1, 2, 5, 8])

@@ -76,21 +76,18 @@ def test_paged_batches_share_forked_codes(case):
     cache = model.paged_cache(num_pages=20, page_size=16)
     assert cache.nbytes == 20 * 16 * model.config.cache_bytes_per_token(8)
 
-    def step(new):
-        batch = cache.extend({sequence: len(tokens) for sequence, tokens in new.items()})
-        logits = model.forward_batch(batch.flatten(list(new.values())), cache.step(batch), all_logits=True)
-        return batch.unflatten(logits)
+    def check(*sequences: int, part: slice) -> None:
+        new = {sequence: ids[row, part] for row, sequence in enumerate(sequences)}
+        for row, found in enumerate(models.batch_logits(model, cache, new).values()):
+            assert models.relative_error(found, expected[row, part]) < EXACT
 
     first = cache.open()
-    (found,) = step({first: ids[0, :20]})
-    assert models.relative_error(found, expected[0, :20]) < EXACT
+    check(first, part=slice(0, 20))
     second = cache.fork(first)
     for start, stop in ((20, 41), (41, 42), (42, 60)):
-        for row, found in enumerate(step({first: ids[0, start:stop], second: ids[1, start:stop]})):
-            assert models.relative_error(found, expected[row, start:stop]) < EXACT
+        check(first, second, part=slice(start, stop))
     cache.crop(first, 33)
-    (found,) = step({first: ids[0, 33:60]})
-    assert models.relative_error(found, expected[0, 33:]) < EXACT
+    check(first, part=slice(33, 60))
 
 
 @torch.no_grad()

@@ -164,10 +164,7 @@ def test_forward_batch_under_autocast(case):
             pages = model.paged_cache(num_pages=4, page_size=16)
             sequence = pages.open()
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
-                parts = []
-                for part in (ids[:8], ids[8:]):
-                    step = pages.step(pages.extend({sequence: len(part)}))
-                    parts.append(model.forward_batch(part, step, all_logits=True))
+                parts = [models.batch_logits(model, pages, {sequence: part})[sequence] for part in (ids[:8], ids[8:])]
             logits[enabled] = torch.cat(parts)
         assert models.relative_error(logits[True], logits[False]) < 0.05
 

@@ -6,26 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mha2mla.modeling import CacheCapacityError, MHA2MLAForCausalLM, PagedCache, SequenceBatch
+from mha2mla.modeling import CacheCapacityError, PagedCache, SequenceBatch
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.registry import AttentionRegistry, GQAGeometry
 from mha2mla.modeling.step import with_one_workspace
 from tests.modeling import models
 
 TOLERANCE = 2e-5
-
-
-def run(model, cache, ids: dict, **options) -> dict:
-    """Logits of every new token per sequence, for new tokens ``ids`` per sequence."""
-    batch = cache.extend({sequence: len(new) for sequence, new in ids.items()}, **options)
-    flat = batch.flatten(list(ids.values()))
-    logits = model.forward_batch(flat, cache.step(batch), all_logits=True)
-    last = model.forward_batch(flat, cache.step(batch))
-    for row, index in enumerate(batch.order.tolist()):
-        if index >= 0 and batch.lengths[0, row]:
-            mine = batch.unflatten(logits)[index][-1]
-            assert models.relative_error(last[row], mine) < TOLERANCE
-    return dict(zip(ids, batch.unflatten(logits), strict=True))
 
 
 @pytest.mark.parametrize("case", models.GEOMETRIES)
@@ -47,7 +34,7 @@ def test_mixed_steps_equal_each_sequence_alone(case):
         {first: 1, second: 1, third: 9},
     ):
         new = {sequence: ids[sequence, done[sequence] : done[sequence] + n] for sequence, n in counts.items()}
-        for sequence, logits in run(model, cache, new).items():
+        for sequence, logits in models.batch_logits(model, cache, new).items():
             part = expected[sequence, done[sequence] : done[sequence] + counts[sequence]]
             assert not len(part) or models.relative_error(logits, part) < TOLERANCE
             done[sequence] += counts[sequence]
@@ -65,8 +52,8 @@ def test_families(case, rope_from_latent):
     expected = source(ids, use_cache=False).logits
     cache = model.paged_cache(num_pages=8, page_size=16)
     one, two = cache.open(), cache.open()
-    run(model, cache, {one: ids[0, :30]})
-    logits = run(model, cache, {one: ids[0, 30:], two: ids[1]})
+    models.batch_logits(model, cache, {one: ids[0, :30]})
+    logits = models.batch_logits(model, cache, {one: ids[0, 30:], two: ids[1]})
     assert models.relative_error(logits[one], expected[0, 30:]) < 1e-4
     assert models.relative_error(logits[two], expected[1]) < 1e-4
 
@@ -83,7 +70,7 @@ def test_latent_pages_serve_other_positions(case, right, new):
     expected = model(ids, use_cache=False).logits[0, 16:]
     cache = model.paged_cache(num_pages=6, page_size=16)
     prefix = cache.open()
-    run(model, cache, {prefix: ids[0, :16]})
+    models.batch_logits(model, cache, {prefix: ids[0, :16]})
     (page,) = cache.allocator.pages(prefix)
     free = [other for other in range(6) if other != page]
     for tensors in cache.tensors:
@@ -131,7 +118,7 @@ def test_sequences_that_bring_no_tokens(case, waiting):
     cache = model.paged_cache(num_pages=4, page_size=16)
     sequences = [cache.open() for _ in range(waiting)]
     if waiting:
-        run(model, cache, {sequences[0]: ids[0, :5]})
+        models.batch_logits(model, cache, {sequences[0]: ids[0, :5]})
     before = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors in cache.tensors]
     batch = cache.extend(dict.fromkeys(sequences, 0))
     nothing = torch.zeros(0, dtype=torch.long)
@@ -141,7 +128,7 @@ def test_sequences_that_bring_no_tokens(case, waiting):
     for tensors, old in zip(cache.tensors, before, strict=True):
         assert all(torch.equal(tensor, old[name]) for name, tensor in tensors.items())
     if waiting:
-        later = run(model, cache, {sequences[0]: ids[0, 5:]})[sequences[0]]
+        later = models.batch_logits(model, cache, {sequences[0]: ids[0, 5:]})[sequences[0]]
         assert models.relative_error(later, model(ids, use_cache=False).logits[0, 5:]) < TOLERANCE
 
 
@@ -164,8 +151,8 @@ def test_nan_in_a_free_page_reaches_nobody(padding, case):
     cache = model.paged_cache(num_pages=8, page_size=16)
     gone, other, one = (cache.open() for _ in range(3))
     poison_free_pages(cache)
-    run(model, cache, {gone: ids[0, :20]})
-    run(model, cache, {other: ids[1, :16]})
+    models.batch_logits(model, cache, {gone: ids[0, :20]})
+    models.batch_logits(model, cache, {other: ids[1, :16]})
     cache.close(gone)
     cache.close(other)
     done = 0
@@ -173,22 +160,9 @@ def test_nan_in_a_free_page_reaches_nobody(padding, case):
         poison_free_pages(cache)
         assert not cache.allocator.owners(0)
         new = {one: ids[0, done : done + count]}
-        logits = run(model, cache, new, **({"num_sequences": 1 + padding} if padding else {}))[one]
+        logits = models.batch_logits(model, cache, new, **({"num_sequences": 1 + padding} if padding else {}))[one]
         assert models.relative_error(logits, expected[0, done : done + count]) < TOLERANCE
         done += count
-
-
-def test_the_model_picks_a_backend_by_config():
-    model = models.mla_model()
-    assert {layer.backend.name for layer in model.paged_cache(1).layers} == {"mla_reference"}
-    model.config.attention_backend = "mla_paged"
-    with pytest.raises(ValueError, match="'mla_paged' refuses: dtype is float32"):
-        model.paged_cache(1)
-    with pytest.raises(ValueError, match="attention_backend is 'mla_page'; expected one of .*'mla_paged'"):
-        model.config.attention_backend = "mla_page"
-    config = models.mla_config(attention_backend="mla_reference")
-    assert type(config)(**config.to_dict()).attention_backend == "mla_reference"
-    assert isinstance(MHA2MLAForCausalLM(config).paged_cache(1).nbytes, int)
 
 
 def test_a_registry_keeps_names_apart():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mha2mla.modeling import MHA2MLAForCausalLM, SequenceBatch
-from mha2mla.modeling.backends import BUILT_IN
+from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.registry import AttentionConstants, GQAGeometry
 from tests.modeling import models
 from tests.modeling.test_backends import AttentionLayer
@@ -116,7 +116,7 @@ def test_decode_step_in_a_cuda_graph_with_padding(model):
 @torch.no_grad()
 def test_a_layer_compiles_with_inductor(name, case):
     """fullgraph, mutated caches included; another mix takes the same graph."""
-    backend = BUILT_IN[name]
+    backend = ATTENTION_BACKENDS.get(name)
     geometry = GQAGeometry(8, 2, 64, 64) if name == "gqa_paged" else models.mla_config(
         source_config=models.source_config("llama", hidden_size=384, head_dim=64).to_dict(), v_head_dim=64,
         **CASES[case],

@@ -17,16 +17,17 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling import CacheCapacityError, PagedCache, SequenceBatch, StaleBatchError
-from mha2mla.modeling.backends import BUILT_IN
+from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.registry import AttentionConstants, GQAGeometry
 from mha2mla.modeling.step import AttentionStep
 from tests.modeling.test_pages import slots_of
 from tests.ops import OutOfMemory, RaisingAt
 
 PAGES, PAGE = 12, 4
-LAYERS = [(BUILT_IN["gqa_reference"], AttentionConstants(GQAGeometry(1, 1, 2, 1), 1.0))] * 2
+LAYERS = [(ATTENTION_BACKENDS.get("gqa_reference"), AttentionConstants(GQAGeometry(1, 1, 2, 1), 1.0))] * 2
 # Latents of one number, which is the value; their rotary keys do not matter to queries of zero.
-ALONE = [(BUILT_IN["mla_reference"], AttentionConstants(MLAGeometry(1, 1, 1, 2, rope_from_latent=True), 1.0))] * 2
+LATENT = MLAGeometry(1, 1, 1, 2, rope_from_latent=True)
+ALONE = [(ATTENTION_BACKENDS.get("mla_reference"), AttentionConstants(LATENT, 1.0))] * 2
 
 
 def state_of(cache: PagedCache) -> tuple:

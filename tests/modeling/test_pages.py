@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.modeling.cache_layout import CacheLayout, CacheTensor, fp8_layout, gqa_layout, latent_layout
+from mha2mla.modeling.cache_layout import CacheLayout, CacheTensor, fp8_layout, latent_layout
 from mha2mla.modeling.pages import OutOfPagesError, PageAllocator, PageCopy
-from mha2mla.modeling.registry import GQAGeometry
 
 PAGES, PAGE = 12, 4
 
@@ -164,36 +163,15 @@ def test_refusals_name_the_argument(call, message):
         call(allocator)
 
 
-GEOMETRY = MLAGeometry(8, 2, 48, 16)
-
-
-def test_a_latent_layout_counts_its_bytes():
-    layout = latent_layout(GEOMETRY, 16, torch.bfloat16)
-    cache = layout.make(5)
-    assert cache["latent_cache"].shape == (5, 16, 48) and cache["rope_cache"].shape == (5, 16, 2, 16)
-    assert layout.bytes_per_token == GEOMETRY.cache_bytes_per_token(2) == 160
-    assert layout.bytes_per_page == 2560
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in cache.values()}
-    assert sum(storages.values()) == 5 * layout.bytes_per_page and len(storages) == 2
-
-
 @pytest.mark.parametrize("layout", [latent_layout, fp8_layout])
 def test_copying_a_page_copies_every_tensor(layout):
-    layout = layout(GEOMETRY, 4, torch.float32)
+    layout = layout(MLAGeometry(8, 2, 48, 16), 4, torch.float32)
     cache = layout.make(3)
     for value in cache.values():
         value[0] = torch.randn(value.shape[1:])
     layout.copy_pages(cache, [PageCopy(0, 2)])
     for value in (value.float() for value in cache.values()):
         assert torch.equal(value[2], value[0]) and value[0].any() and not value[1].any()
-
-
-def test_a_gqa_layout_has_keys_and_values():
-    layout = gqa_layout(GQAGeometry(6, 3, 64, 48), 16)
-    assert {name: tuple(value.shape) for name, value in layout.make(2).items()} == {
-        "key_cache": (2, 16, 3, 64),
-        "value_cache": (2, 16, 3, 48),
-    }
 
 
 @pytest.mark.parametrize(

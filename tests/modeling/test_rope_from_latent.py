@@ -71,19 +71,10 @@ def test_stock_caches_hold_the_latent_alone(case, kind):
         mask[row, : 15 - length] = 0
     alone = [model(ids[row : row + 1, 15 - length :], use_cache=False).logits[0] for row, length in enumerate(lengths)]
     for position in ((mask.cumsum(1) - 1).clamp(min=0), torch.arange(29)[None].expand(3, -1), None):
-        cache, start = stock_cache(model, kind, 29), 0
-        for stop in (15, 16, 17, 22, 28, 29):
-            logits = model(
-                ids[:, start:stop],
-                attention_mask=mask[:, :stop],
-                position_ids=None if position is None else position[:, start:stop],
-                past_key_values=cache,
-            ).logits
-            for row, length in enumerate(lengths):
-                first = max(15 - length, start)
-                expected = alone[row][first - (15 - length) : stop - (15 - length)]
-                assert models.relative_error(logits[row, first - start :], expected) < TOLERANCE
-            start = stop
+        cache = stock_cache(model, kind, 29)
+        logits = models.logits_of_calls(model, cache, ids, (15, 16, 17, 22, 28, 29), mask, position)
+        for row, length in enumerate(lengths):
+            assert models.relative_error(logits[row, 15 - length :], alone[row]) < TOLERANCE
         for index, layer in enumerate(cache.layers):
             width = layer.keys.shape[-1] + layer.values.shape[-1]
             assert width == model.config.layer_geometry(index).cache_numel_per_token

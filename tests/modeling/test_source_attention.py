@@ -7,7 +7,13 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, Gemma2Config, StaticCache
 
 from mha2mla.modeling.decoder import FusedDecoder, run_source_model
-from mha2mla.modeling.source_attention import attend, pages_of, warn_where_no_kernel_serves
+from mha2mla.modeling.source_attention import (
+    attend,
+    explain_window_attention,
+    pages_of,
+    warn_where_no_kernel_serves,
+    window_attention,
+)
 from mha2mla.modeling.source_model import PagedSource, paged_model
 from tests.conversion import tiny
 from tests.modeling import models
@@ -52,14 +58,8 @@ def test_chunks_of_a_prompt_and_drafts_over_a_cache(case, kind):
     expected = model(ids, attention_mask=mask, use_cache=False).logits
     model.set_attn_implementation("mha2mla")
     cache = kind(config=model.config, **({"max_cache_len": 48} if kind is StaticCache else {}))
-    start = 0
-    for count in (4, 10, 1, 3, ids.shape[1] - 18):
-        stop = start + count
-        given = {"attention_mask": mask[:, :stop], "past_key_values": cache}
-        logits = model(ids[:, start:stop], **given).logits
-        first = max(3 - start, 0)
-        assert models.relative_error(logits[:, first:], expected[:, start + first : stop]) < models.TOLERANCE
-        start = stop
+    logits = models.logits_of_calls(model, cache, ids, (4, 14, 15, 18, ids.shape[1]), mask)
+    assert models.relative_error(logits[:, 3:], expected[:, 3:]) < models.TOLERANCE
 
 
 def test_memory_of_a_cache_is_paged_or_none():
@@ -143,17 +143,11 @@ def test_ragged_batches_equal_each_sequence_alone(case):
     done = {cache.open(): 0, cache.open(): 0}
     one, two = done
     for counts in ({one: 11}, {one: 1, two: 12}, {two: 3, one: 6}):
-        batch = cache.extend(counts)
-        new = [ids[sequence, done[sequence] : done[sequence] + count] for sequence, count in counts.items()]
-        step = cache.step(batch)
-        logits = batch.unflatten(paged.forward_batch(batch.flatten(new), step, all_logits=True))
-        last = paged.forward_batch(batch.flatten(new), step)
-        for (sequence, count), mine in zip(counts.items(), logits, strict=True):
-            part = expected[sequence, done[sequence] : done[sequence] + count]
+        new = {sequence: ids[sequence, done[sequence] : done[sequence] + count] for sequence, count in counts.items()}
+        for sequence, mine in models.batch_logits(paged, cache, new).items():
+            part = expected[sequence, done[sequence] : done[sequence] + len(mine)]
             assert models.relative_error(mine, part) < models.TOLERANCE
-            done[sequence] += count
-        order = [index for index in batch.order.tolist() if index >= 0]
-        assert models.relative_error(last, torch.stack([logits[index][-1] for index in order])) < models.TOLERANCE
+            done[sequence] += len(mine)
 
 
 @pytest.mark.parametrize("case", ["llama-biases", "mistral-sliding", "qwen2", "qwen3"])
@@ -191,3 +185,24 @@ def test_a_paged_source_names_what_it_needs():
         paged.forward_batch(torch.zeros(4, dtype=torch.long), cache.step(batch))
     converted = models.mla_model()
     assert paged_model(converted) is converted
+
+
+@pytest.mark.parametrize("scaling", [None, 0.2])
+def test_window_attention_is_causal_sdpa(scaling):
+    query, key = (torch.randn(2, 3, 20, 16, dtype=torch.float64).requires_grad_() for _ in range(2))
+    value = torch.randn(2, 3, 20, 8, dtype=torch.float64).requires_grad_()
+    mine = window_attention(query, key, value, scaling)
+    sdpa = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    assert torch.allclose(mine, sdpa.transpose(1, 2))
+    weight = torch.randn_like(mine)
+    for one, other in zip(
+        torch.autograd.grad((mine * weight).sum(), (query, key, value)),
+        torch.autograd.grad((sdpa.transpose(1, 2) * weight).sum(), (query, key, value)),
+        strict=True,
+    ):
+        assert torch.allclose(one, other)
+
+
+def test_explain_names_lengths_that_differ():
+    query, key = torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 5, 8)
+    assert "3 queries and 5 keys" in explain_window_attention(query, key, key)

@@ -21,18 +21,12 @@ def source(request):
     return models.source_model(request.param, **SIZES, **window).to("cuda", torch.bfloat16)
 
 
-@torch.no_grad()
 def over_cache(model, ids, mask, kind) -> torch.Tensor:
     """Logits of a prompt, of single tokens, and of a draft of four."""
     cache = kind(config=model.config, **({"max_cache_len": 192} if kind is StaticCache else {}))
-    out, start = [], 0
-    for count in (PROMPT, *[1] * STEPS, 4):
-        stop = start + count
-        positions = (mask[:, :stop].cumsum(1) - 1).clamp(min=0)[:, start:]
-        given = {"attention_mask": mask[:, :stop], "position_ids": positions, "past_key_values": cache}
-        out.append(model(ids[:, start:stop], **given).logits)
-        start = stop
-    return torch.cat(out, 1)[:, PADDING:]
+    stops = (*range(PROMPT, PROMPT + STEPS + 1), PROMPT + STEPS + 4)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    return models.logits_of_calls(model, cache, ids, stops, mask, positions)[:, PADDING:]
 
 
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache])

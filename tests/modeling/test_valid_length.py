@@ -34,13 +34,14 @@ def batch_of(model, cache, lengths):
     return run
 
 
+@pytest.mark.parametrize(("case", "loss"), [("per-group", "much worse"), ("latent", "lost no more beyond that length")])
 @pytest.mark.parametrize("use_cache", [False, True])
-def test_first_sequence_beyond_the_limit_is_warned_of(use_cache):
-    model = models.mla_model(calibrated_length=LIMIT)
+def test_first_sequence_beyond_the_limit_is_warned_of(use_cache, case, loss):
+    model = models.mla_model(case, calibrated_length=LIMIT)
     assert said(lambda: model(models.tokens(2, LIMIT), use_cache=use_cache)) == []
     (message,) = said(lambda: model(models.tokens(2, LIMIT + 1), use_cache=use_cache))
     assert "a sequence of 13 tokens: this checkpoint was calibrated on at most 12" in message
-    assert "much worse" in message
+    assert loss in message
     assert said(lambda: model(models.tokens(2, LIMIT + 2), use_cache=use_cache)) == []
 
 
@@ -50,12 +51,6 @@ def test_sequence_that_grows_beyond_the_limit():
     (message,) = said(generate(model, 8, LIMIT))
     assert "a sequence of 13 tokens" in message  # the very first one
     assert said(generate(model, 8, LIMIT)) == []
-
-
-def test_warning_knows_the_layout_latent():
-    model = models.mla_model("latent", calibrated_length=LIMIT)
-    (message,) = said(lambda: model(models.tokens(2, LIMIT + 1)))
-    assert "lost no more beyond that length" in message and "much worse" not in message
 
 
 @pytest.mark.parametrize("kind", [DynamicCache, LatentCache])

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from mha2mla.modeling.window_attention import explain_window_attention, window_attention
+from mha2mla.modeling.source_attention import explain_window_attention, window_attention
 
 REPEATABLE_ATTENTION = "mha2mla_repeatable"  # for ``config._attn_implementation``
 UNGROUPED_SDPA = "mha2mla_ungrouped_sdpa"
