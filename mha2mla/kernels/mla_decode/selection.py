@@ -452,17 +452,22 @@ def _latent_ws(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
         yield rank, choice if fits else None, used
 
 
+def _aligned(size: int) -> int:
+    """Bytes of shared memory up to where a tile may begin."""
+    return -(-size // 1024) * 1024
+
+
 def _latent_fp8(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
     """Few tiles first, then two tiles and pieces of the next two, then what is in flight."""
     latent, blocks = padded_latent_columns(shape.kv_lora_rank, 128), key_blocks(tiling, shape.qk_rope_head_dim)
     makers, pieces = blocks.chunks_per_block, -(-latent // CODE_PANEL)
     pages = max(1, 64 // shape.page_size)
-    piece = 64 * CODE_PANEL + pages * max(SCALE_BYTES, 256 // pages)
+    given = pages * max(SCALE_BYTES, 256 // pages)  # scales of a piece
     rope_stages = 2 * makers
     sizes = product((1, 2) if tiling.rows == 64 else (1,), (3, 2), range(12, 1, -1))
     for warpgroups, num_stages, code_stages in sizes:
         used = swap_ab_ws_shared_memory(tiling, blocks, shape.kv_lora_rank, num_stages, rope_stages)
-        used += code_stages * piece + num_stages * 3 * 64 * 4
+        used += code_stages * 64 * CODE_PANEL + _aligned(code_stages * given) + _aligned(num_stages * 3 * 64 * 4)
         registers = _registers_of(shape, tiling, warpgroups, 1, 8, streamers=2)  # two CTAs: not tried
         choice = _choice(
             "latent_fp8", tiling, used,

@@ -30,6 +30,7 @@ from mha2mla.kernels.split_kv import device, softmax
 from mha2mla.kernels.split_kv.choice import TILE_TOKENS, KernelChoice
 
 BY_COLUMN = T.GemmWarpPolicy.FullCol
+PIECE = 64  # columns of W_KR that are loaded at a time
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class LatentStatic(Static):
     half = property(lambda k: padded_rope_columns(k.pairs))  # columns of all pairs' first elements; the second follow
     rope_cols = property(lambda k: 2 * k.half)
     # Columns of W_KR in shared memory at a time.
-    weight_cols = property(lambda k: k.latent_cols if k.choice.variant == "resident" else 64)
+    weight_cols = property(lambda k: k.latent_cols if k.choice.variant == "resident" else PIECE)
 
     def rope_dim(self, column):
         return column // self.half * self.pairs + T.min(column % self.half, self.pairs - 1)
@@ -157,11 +158,12 @@ def allocate_latent(k: LatentStatic) -> Buffers:
 
 
 @T.macro
-def load_weight(k, call, memory, left):
-    """``weight_cols`` columns of W_KR from ``left`` on, zeros behind its width and for pairs that there are not."""
+def load_weight(k, call, memory, left, at):
+    """64 columns of W_KR from ``left`` on, zeros behind its width and for pairs that there are not; ``at``: where they
+    stand. More at once would spill registers."""
     for u in list(range(2)):
-        for j, d in k.machine.parallel(k.half, k.weight_cols):
-            memory.w_tile[u][j, d] = T.if_then_else(
+        for j, d in k.machine.parallel(k.half, PIECE):
+            memory.w_tile[u][j, at + d] = T.if_then_else(
                 tvm.tirx.And(j < k.pairs, left + d < k.d_c),
                 call.rope_weight[u * k.pairs + T.min(j, k.pairs - 1), T.min(left + d, k.d_c - 1)],
                 T.cast(0, k.dtype),
@@ -182,7 +184,8 @@ def prepare_keys(k, call, memory):
         memory.place[0, i, j] = turn.cos[0]
         memory.place[1, i, j] = turn.sin[0]
     if k.weight_cols == k.latent_cols:
-        load_weight(k, call, memory, 0)
+        for c in list(range(0, k.latent_cols, PIECE)):
+            load_weight(k, call, memory, c, c)
 
 
 @T.macro
@@ -203,7 +206,7 @@ def make_keys(k, t0, work, call, memory):
     else:
         for c in list(range(0, k.latent_cols, k.weight_cols)):
             T.sync_threads()
-            load_weight(k, call, memory, c)
+            load_weight(k, call, memory, c, 0)
             T.sync_threads()
             for u in list(range(2)):
                 T.gemm(
