@@ -140,24 +140,52 @@ def _write(
     generator: torch.Generator,
     progress: bool | Span,
 ) -> torch.Tensor:
-    """int64 [rows, length]."""
+    """int64 [rows, length]; the host waits for the device once a token.
+
+    Raises:
+        ValueError: the model's logits are NaN.
+    """
     parts = [next(starts) for _ in range(rows)]  # by row: its document's next parts, for when a part ends
     forced = [part.pop(0) for part in parts]  # tokens that each row must emit before it may choose
     current = torch.tensor([queue.pop(0) for queue in forced], device=model.device)
     written = [current]
     logits_of = decoder(model, rows, length)
+    is_end = torch.zeros(model.config.get_text_config(decoder=True).vocab_size, dtype=torch.bool)
+    is_end[list(ends)] = True
+    is_forced = torch.tensor(list(map(bool, forced)))
+    is_nan, noise = torch.zeros(rows, dtype=torch.bool, device=model.device), None
     for _ in progress_bar(range(length - 1), desc="generate", unit="token", show=progress):
-        chances = logits_of(current).float().softmax(-1)
-        sampled = torch.multinomial(chances, 1, generator=generator)[:, 0].tolist()
-        for row, queue in enumerate(forced):
+        logits = logits_of(current)
+        noise = torch.empty(logits.shape, device=model.device) if noise is None else noise
+        best = sample(logits, generator, noise)
+        is_nan |= best.values.isnan()
+        sampled = best.indices.cpu()
+        for row in (is_end[sampled] | is_forced).nonzero()[:, 0].tolist():
+            queue = forced[row]
             if queue:
                 sampled[row] = queue.pop(0)
-            elif sampled[row] in ends:
+            else:
                 parts[row] = parts[row] or next(starts)
                 queue.extend(parts[row].pop(0))
-        current = torch.tensor(sampled, device=model.device)
+            is_forced[row] = bool(queue)
+        current = sampled.to(model.device)
         written.append(current)
+    if is_nan.any():
+        raise ValueError(f"the source's logits are NaN in {int(is_nan.sum())} of {rows} rows that it wrote")
     return torch.stack(written, 1).cpu()
+
+
+def sample(logits: torch.Tensor, generator: torch.Generator, noise: torch.Tensor) -> torch.return_types.max:
+    """Samples at temperature 1 in ``indices`` [rows], by Gumbel's trick: argmax of log p - log e, e exponential.
+
+    Two thirds of the memory traffic of softmax and multinomial, which also waits for the device to check its input.
+
+    Args:
+        logits: [rows, vocabulary].
+        noise: float32 of the same shape, overwritten.
+    """
+    noise.exponential_(generator=generator).log_()
+    return torch.sub(logits, noise, out=noise).max(-1)
 
 
 def _documents(tokenizer: Any, ends: frozenset[int], draw: random.Random, diverse: bool) -> Iterator[list[list[int]]]:

@@ -1,8 +1,11 @@
 """Text that the source model writes: reproducible, of the right shape, document after document."""
 
 import random
+from collections import Counter
 
+import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mha2mla.conversion.calibration import generated_text
 from mha2mla.conversion.calibration.generated_text import _cut, generate_windows, generator_of
@@ -44,6 +47,46 @@ def always_ends(model, end):
         model.model.norm.weight[0] = 1.0
         model.lm_head.weight[end, 1:] = 0
     return model
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.counts[operation.overloadpacket.__name__] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+def test_a_token_is_drawn_without_checks_on_the_host():
+    model, tokenizer = tiny.model(), tiny.tokenizer()
+    with Operations() as long:
+        generate_windows(model, tokenizer, 48, 4, seed=0)
+    with Operations() as longer:
+        generate_windows(model, tokenizer, 64, 4, seed=0)
+    assert longer.counts["exponential_"] - long.counts["exponential_"] == 16, "one draw a token"
+    assert "multinomial" not in longer.counts
+    waits = [each.counts["_local_scalar_dense"] + each.counts["item"] for each in (long, longer)]
+    assert waits[0] == waits[1], "no token waits for a number"
+
+
+def test_samples_have_the_models_probabilities():
+    logits = torch.tensor([2.0, 0.0, -1.0, 1.0, -torch.inf]).expand(40_000, 5).bfloat16()
+    found = generated_text.sample(logits, torch.Generator().manual_seed(1), torch.empty(logits.shape)).indices
+    expected = logits[0].float().softmax(-1)
+    shares = found.bincount(minlength=5) / len(found)
+    assert ((shares - expected).abs() <= 4 * (expected * (1 - expected) / len(found)).sqrt()).all()
+
+
+def test_logits_that_are_nan_are_refused():
+    model = tiny.model()
+    with torch.no_grad():
+        model.lm_head.weight.fill_(torch.nan)
+    with pytest.raises(ValueError, match="logits are NaN in 64 of 64 rows"):
+        generate_windows(model, tiny.tokenizer(), 32, 64, seed=0)
 
 
 def test_after_the_end_of_a_document_comes_the_next_prompt():
