@@ -9,8 +9,8 @@ from typing import Any, Literal
 from mha2mla.conversion.target import DEFAULT_LAYOUT, WIDTHS
 
 PresetName = Literal[
-    "auto", "minimal", "published-mha2mla", "published-transmla", "shared", "per-group", "latent", "quick", "cpu",
-    "deepseek-512+64",
+    "auto", "minimal", "published-mha2mla", "published-transmla", "care", "shared", "per-group", "latent", "quick",
+    "cpu", "deepseek-512+64",
 ]  # fmt: skip
 
 NO_PRESET = "minimal"
@@ -54,6 +54,16 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "rope.selection": "rorope-2",
             "rope.share": 1 / 3,
             "latent.rule": "balanced-pca",
+            **_PUBLISHED,
+        },
+        # arXiv 2603.17946 as we read it: covariance-weighted joint SVD on TransMLA's rotary part, ranks by layer. Its
+        # ranks follow the singular values; ours what layers lose.
+        "care": {
+            "layout": "shared",
+            "rope.selection": "rorope-2",
+            "rope.share": 1 / 3,
+            "latent.rule": "covariance-joint",
+            "latent.ranks": "measured",
             **_PUBLISHED,
         },
         "shared": {"layout": "shared", **_FITTED},

@@ -13,7 +13,7 @@ from mha2mla.geometry import LATENT_BITS, LATENT_GROUPS
 
 Selection = Literal["high", "low", "uniform", "2-norm", "rotation", "rorope", "rorope-2", "rorope-4"]
 LongropeTable = Literal["short", "long"]
-LowRank = Literal["svd-joint", "svd-split", "balanced-pca", "whitened-joint"]
+LowRank = Literal["svd-joint", "svd-split", "covariance-joint", "balanced-pca", "whitened-joint"]
 UpProjections = Literal["kv-head", "query-head"]
 Basis = Literal["importance", "balanced", "components", "rotation", "plain"]
 
@@ -159,9 +159,10 @@ class Latent(Stage):
     Args:
         rule: by name or as a ``LowRankRule``. ``"svd-joint"``: truncated SVD of the stacked weights [W_K; W_V] (arXiv
             2502.14837); ``"svd-split"``: two SVDs, the rank divided in proportion to their widths;
-            ``"balanced-pca"``: principal components of keys and values on calibration text, both scaled to the same
-            energy (arXiv 2502.07864); ``"whitened-joint"``: errors count as scores and outputs do, on what attention
-            makes of the text. Each is a class of ``latent.rules``.
+            ``"covariance-joint"``: the first, weighted by the inputs' second moment on calibration text (arXiv
+            2603.17946); ``"balanced-pca"``: that with keys and values scaled to the same energy (arXiv 2502.07864);
+            ``"whitened-joint"``: errors count as scores and outputs do, on what attention makes of the text. Each is a
+            class of ``latent.rules``.
         centered: put the values' mean, as far as the latent loses it, into ``o_proj.bias`` (a value bias goes there
             anyway): an un-rotated key's mean is invisible to softmax. Off: no bias is created, for engines that cannot
             hold one.

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mha2mla.conversion.latent.rules import LowRankRule
 from mha2mla.conversion.presets import MEASURED, PRESETS, better_than, choose_preset, is_device_dependent
 from mha2mla.conversion.recipe import KEYS, Recipe
 from mha2mla.conversion.target import LAYOUTS, Target
@@ -107,6 +108,13 @@ def test_a_stage_replaces_the_presets():
     assert recipe.rope.share == 1 / 3 and other.rope.share is None and other.latent == recipe.latent
     with pytest.raises(ValueError, match="recipe stage 'fit' is Target"):
         Recipe(fit=Target())
+
+
+def test_care_is_transmla_with_another_rule_and_ranks():
+    care, transmla = (Recipe.from_preset(name).flat() for name in ("care", "published-transmla"))
+    differ = {key: value for key, value in care.items() if value != transmla[key]}
+    assert differ == {"latent.rule": "covariance-joint", "latent.ranks": "measured"}
+    assert Recipe.from_preset("care").low_rank_rule == replace(LowRankRule.find("balanced-pca"), balanced=False)
 
 
 def test_a_recipe_takes_one_preset():

@@ -135,15 +135,22 @@ class SvdSplit(LowRankRule):
 
 
 @register("balanced-pca")
+@register("covariance-joint", balanced=False)
 @dataclass(frozen=True)
 class BalancedPca(LowRankRule):
-    """Principal components of keys and values on calibration text, both scaled to the same energy first (arXiv
-    2502.07864)."""
+    """Principal components of keys and values on calibration text.
+
+    Args:
+        balanced: both are scaled to the same energy first (arXiv 2502.07864); else the truncated SVD of
+            [W_K; W_V] C^½ with the inputs' second moment C, without C^½ (arXiv 2603.17946).
+    """
+
+    balanced: bool = True
 
     def factors(self, problem: LatentProblem, rank: int, *, centered: bool) -> tuple[torch.Tensor, torch.Tensor]:
         covariance, value_covariance = _moments(problem, 0.0, centered)
         key, value = problem.keys.flatten(0, 1), problem.value.flatten(0, 1)
-        gain = _balance(key, covariance, value, value_covariance)
+        gain = _balance(key, covariance, value, value_covariance) if self.balanced else 1.0
         decoder, encoder = _principal(torch.cat([gain * key, value]), value_covariance, rank)
         return torch.cat([decoder[: key.shape[0]] / gain, decoder[key.shape[0] :]]), encoder
 

@@ -34,6 +34,20 @@ def test_principal_components_are_the_whitened_svd_on_either_side(rows, columns,
     assert torch.allclose(latent, torch.eye(5, dtype=torch.float64), atol=1e-5)
 
 
+def test_covariance_joint_is_the_svd_in_the_inputs_metric():
+    """Whatever the scale of keys; about zero, whatever the text's mean."""
+    key, value = 3 * torch.randn(2, 4, 16, dtype=torch.float64), torch.randn(2, 4, 16, dtype=torch.float64)
+    metric, mean = covariance(16, 7), torch.randn(16, dtype=torch.float64)
+    eye, unused = torch.eye(4, dtype=torch.float64).expand(2, 4, 4), mean.expand(2, 16)
+    problem = LatentProblem(key, value, eye, eye, metric, mean, metric, unused)
+    decoder, encoder = LowRankRule.find("covariance-joint").factors(problem, 5, centered=False)
+    target, moment = torch.cat([key, value]).flatten(0, 1), metric + torch.outer(mean, mean)
+    singular = torch.linalg.svdvals(target @ torch.linalg.cholesky(moment))
+    assert loss(decoder, encoder, target, moment) == pytest.approx(float(singular[5:].square().sum()), rel=1e-6)
+    balanced = loss(*LowRankRule.find("balanced-pca").factors(problem, 5, centered=False), target, moment)
+    assert balanced > 1.05 * float(singular[5:].square().sum())
+
+
 def test_the_alternating_solve_is_principal_components_when_both_metrics_agree():
     key, value, metric = (*torch.randn(2, 10, 16, dtype=torch.float64), covariance(16, 2))
     both = torch.cat([key, value])
