@@ -85,6 +85,12 @@ def thread_hint(device: str | None) -> str:
     return ""
 
 
+def usable_cores() -> int:
+    """Cores that this process may use, by its affinity and the quota of its control group."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min(cores, _cpu_quota())))
+
+
 def _cpu_quota() -> float:
     """Cores that the control group may use; infinite where it has no limit."""
     try:

@@ -12,7 +12,7 @@ ROOT = Path(mha2mla.__file__).parent
 # What the rooms of the house that others stand on may import.
 BELOW = {
     "geometry": set(),
-    "kernels": {"geometry"},
+    "kernels": {"geometry", "environment", "terminal"},
     "testing": {"geometry", "kernels", "environment", "terminal"},
     "families": set(),
     "modeling": {"families", "geometry", "kernels", "stored_tensors"},

@@ -11,6 +11,7 @@ from mha2mla.kernels.mixed_attention.layout import MAX_DECODE_QUERY_LENGTH, abso
 from mha2mla.kernels.mixed_attention.plan import MAX_EXPANDED_TOKENS, MixedPlan, plan_gqa_attention, plan_mla_attention
 from mha2mla.kernels.mla_decode.api import explain_mla_decode, mla_decode, plan_mla_decode
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent, quantize_latent
+from mha2mla.kernels.parallel_compilation import compile_ahead
 from mha2mla.kernels.pointwise.api import rms_norm, silu_mul
 from mha2mla.kernels.rope_append.api import MAX_SLOTS, append_w_uk, gqa_append, mla_append, slots_of
 from mha2mla.kernels.skinny_linear.api import skinny_linear
@@ -33,6 +34,7 @@ __all__ = [
     "attention_combine",
     "attention_varlen",
     "causal_attention",
+    "compile_ahead",
     "dequantize_latent",
     "explain_attention_varlen",
     "explain_causal_attention",

@@ -1,8 +1,12 @@
 """The language of kernel bodies: memory by name, one body for GPUs and TileLang's C target; and their compilation."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import cache
+from hashlib import sha256
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,18 +110,105 @@ def check_arguments(function) -> None:
         raise ValueError(f"arguments of {name} are named {', '.join(names)}; expected distinct names")
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """A TileLang function and what it is compiled for; picklable. A call compiles it first, but inside :func:`listing`.
+
+    Attributes:
+        digest: of all that decides what is compiled.
+        function, capability, pass_configs: as :func:`compile_for` takes them.
+    """
+
+    digest: str
+    function: Any = field(compare=False, repr=False)
+    capability: int = field(compare=False)
+    pass_configs: dict = field(compare=False)
+
+    @classmethod
+    def of(cls, function: Any, capability: int, pass_configs: dict) -> "Kernel":
+        parts = (
+            tilelang.__version__,
+            function.script(show_meta=True),
+            target_of(capability),
+            sorted(pass_configs.items()),
+        )
+        return cls(sha256(repr(parts).encode()).hexdigest(), function, capability, pass_configs)
+
+    @property
+    def name(self) -> str:
+        return str(self.function.attrs["global_symbol"])
+
+    def __call__(self, *arguments: Any) -> None:
+        if _LISTED.get() is None:
+            load_kernel(self)(*arguments)
+
+
+_LISTED: ContextVar[list[Kernel] | None] = ContextVar("_LISTED", default=None)
+_KEPT: list[Any] = []  # caches of what is compiled
+
+
+@contextmanager
+def listing() -> Iterator[list[Kernel]]:
+    """Inside, kernels are listed in place of compiled, and launches do nothing: their outputs are not filled.
+
+    All kernels are listed, those that ran before too, which must not read what others did not fill.
+    """
+    kernels: list[Kernel] = []
+    _forget_compiled()
+    token = _LISTED.set(kernels)
+    try:
+        yield kernels
+    finally:
+        _LISTED.reset(token)
+        _forget_compiled()
+
+
+def _forget_compiled() -> None:
+    for kept in _KEPT:
+        kept.cache_clear()
+
+
+def note(digest: str) -> Path:
+    """File beside TileLang's kernels that exists once what has this digest is among them."""
+    return Path(tilelang.env.TILELANG_CACHE_DIR) / "mha2mla" / digest
+
+
+def write_note(digest: str) -> None:
+    with suppress(OSError):  # a folder that is not ours to write to holds no kernels of ours either
+        note(digest).parent.mkdir(parents=True, exist_ok=True)
+        note(digest).touch()
+
+
+@cache
+def load_kernel(kernel: Kernel) -> Callable[..., None]:
+    """The compiled kernel's entry, from TileLang's disk cache where it is there. Never unloaded: a CUDA graph may have
+    it. TileLang's own wrapper around it checks and copies arguments for 3 µs a call."""
+    compiled = tilelang.compile(kernel.function, target=target_of(kernel.capability), pass_configs=kernel.pass_configs)
+    module = compiled.adapter.get_exportable_executable()
+    write_note(kernel.digest)
+    return (module.jit() if hasattr(module, "jit") else module).main
+
+
 def compile_for(function, capability: int, pass_configs: dict = PASS_CONFIGS) -> Callable[..., None]:
-    """The compiled function's entry: TileLang's own wrapper around it checks and copies arguments for 3 µs a call.
+    """The compiled function's entry.
 
     Raises:
         ValueError: as :func:`check_arguments`.
     """
     check_arguments(function)
-    kernel = tilelang.compile(function, target=target_of(capability), pass_configs=pass_configs)
-    module = kernel.adapter.get_exportable_executable()
-    return (module.jit() if hasattr(module, "jit") else module).main
+    kernel, listed = Kernel.of(function, capability, pass_configs), _LISTED.get()
+    if listed is None:
+        return load_kernel(kernel)
+    listed.append(kernel)
+    return kernel
+
+
+def compiled_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """:func:`functools.cache` of a function that compiles kernels."""
+    _KEPT.append(cache(function))
+    return _KEPT[-1]
 
 
 def compiler(make: Callable[..., Any], pass_configs: dict) -> Callable[..., Callable[..., None]]:
     """Cached compilation of what ``make`` makes: takes a compute capability, and by name the arguments of ``make``."""
-    return cache(lambda capability, **static: compile_for(make(**static), capability, pass_configs))
+    return compiled_once(lambda capability, **static: compile_for(make(**static), capability, pass_configs))

@@ -5,26 +5,38 @@ A process that compiles or launches a kernel can hang, or take CUDA down.
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import logging
 import multiprocessing
 import os
+import pickle
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mha2mla.environment import usable_cores
 from mha2mla.kernels.devices import capability, num_sms
 from mha2mla.kernels.gqa_decode.api import GQA
 from mha2mla.kernels.mla_decode.api import FP8, LATENT, LATENT_FP8, MLA
 from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.op import PagedOp
+from mha2mla.terminal import progress_bar
+
+if TYPE_CHECKING:
+    from mha2mla.kernels.machine import Kernel
 
 OPS = {op.name: op for op in (MLA, FP8, LATENT, LATENT_FP8, GQA)}
 COMPILE_TIMEOUT = 300.0  # seconds for one job
@@ -91,6 +103,83 @@ def compile_in_processes(
     return {outcome.job: f"not compiled: {outcome.failure}" for outcome in outcomes if outcome.failure is not None}
 
 
+def compile_ahead(device: torch.device, call: Any, run: Callable[[], Any]) -> int:
+    """Compiles the kernels that ``run()`` launches, in as many processes as there are cores, under a progress bar.
+
+    TileLang's disk cache keeps them, and a note of ``call``: where that is found nothing is run. Kernels that a process
+    could not compile are left to their first launch.
+
+    Args:
+        device: that launches; of another type than CUDA nothing is done.
+        call: all that decides which kernels ``run`` launches, but for this package and the GPU; its text counts.
+        run: launches kernels over tensors of its own. It is called once, its kernels compute nothing, and outputs are
+            what memory holds.
+
+    Returns:
+        The number of kernels that the disk cache lacked.
+    """
+    if device.type != "cuda":
+        return 0
+    from mha2mla.kernels.machine import note, write_note
+
+    done = sha256(repr((call, capability(device), num_sms(device), _sources())).encode()).hexdigest()
+    if note(done).exists():
+        return 0
+    missing, failed = compile_listed(run)
+    if not failed:
+        write_note(done)
+    return missing
+
+
+def compile_listed(run: Callable[[], Any]) -> tuple[int, int]:
+    """As :func:`compile_ahead`, without a note of the call: kernels that were missing, and how many still are."""
+    import tilelang
+
+    from mha2mla.kernels.machine import listing, note
+
+    with listing() as kernels:
+        run()
+    with _one_at_a_time(note("lock")):  # ranks of a model, or programs started side by side, share what one compiles
+        missing = [kernel for kernel in dict.fromkeys(kernels) if not note(kernel.digest).exists()]
+        if not missing or not tilelang.env.is_cache_enabled():
+            return len(missing), len(missing)
+        missing.sort(key=lambda kernel: -len(kernel.function.script()))  # the longest first, as it takes the longest
+        failed, workers = 0, min(len(missing), usable_cores())
+        with progress_bar(total=len(missing), desc="compiling kernels, once", unit="kernel", show=True) as bar:
+            for outcome in run_in_workers(
+                compile_kernel, missing, workers=workers, timeout=COMPILE_TIMEOUT, interpreters=True
+            ):
+                failed += outcome.failure is not None
+                bar.set_postfix({"last": outcome.job.name}, refresh=False)
+                bar.update()
+    return len(missing), failed
+
+
+def compile_kernel(kernel: Kernel) -> None:
+    """Compiles a kernel into TileLang's disk cache."""
+    from mha2mla.kernels.machine import load_kernel
+
+    logging.getLogger("tilelang").setLevel(logging.WARNING)
+    load_kernel(kernel)
+
+
+@cache
+def _sources() -> str:
+    """Digest of the code that kernels are made by."""
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+@contextmanager
+def _one_at_a_time(path: Path) -> Iterator[None]:
+    """Holds a lock that ends with its process; where no file can be made, none."""
+    with ExitStack() as held:
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(held.enter_context(path.open("a")), fcntl.LOCK_EX)
+        yield
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The end of a job: ``value`` returned by the function, or ``failure`` with the reason there is none."""
@@ -109,6 +198,7 @@ def run_in_workers(
     timeout: float = 120.0,
     until: float | None = None,
     prepare: Callable[[], Any] | None = None,
+    interpreters: bool = False,
 ) -> Iterator[Outcome]:
     """Calls ``function(job)`` for every job in spawned processes; outcomes come in the order in which jobs end.
 
@@ -123,8 +213,9 @@ def run_in_workers(
         until: ``time.monotonic()`` from which on no job is begun; jobs in flight then are killed (:data:`OUT_OF_TIME`).
         prepare: called in every process before its first job, within ``STARTUP`` seconds that no job is charged for.
             With it the processes start before the first job is drawn.
+        interpreters: processes are Pythons of their own (:class:`_Interpreter`), in place of spawned ones.
     """
-    context, team, jobs = multiprocessing.get_context("spawn"), [], iter(jobs)
+    context, team, jobs = _Interpreters if interpreters else multiprocessing.get_context("spawn"), [], iter(jobs)
 
     def start() -> _Worker:
         team.append(_Worker(context, function, timeout, prepare))
@@ -224,6 +315,52 @@ class _Worker:
         self.process.kill()
         self.process.join(10)
         self.connection.close()
+
+
+class _Interpreter:
+    """A Python of its own, by the methods of a multiprocessing process: it sees no GPU, and imports no ``__main__``, so
+    that a user's script needs no guard against being run by it."""
+
+    CODE = "from mha2mla.kernels import parallel_compilation as p; p.serve_pipe({})"
+
+    def __init__(self, target: Callable[..., None], args: tuple[Any, ...], daemon: bool) -> None:
+        self._connection, *self._work = args
+
+    def start(self) -> None:
+        number = self._connection.fileno()
+        path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", self.CODE.format(number)],
+            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+            stdin=subprocess.PIPE,
+            pass_fds=[number],
+            start_new_session=True,  # a Ctrl-C is the parent's
+        )
+        with suppress(OSError), self._process.stdin as stdin:
+            stdin.write(pickle.dumps(self._work))
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def join(self, timeout: float) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout)
+
+    @property
+    def exitcode(self) -> int | None:
+        return self._process.returncode
+
+
+class _Interpreters:
+    """What is used of a multiprocessing context."""
+
+    Pipe, Process = multiprocessing.Pipe, _Interpreter
+
+
+def serve_pipe(number: int) -> None:
+    """Main program of an :class:`_Interpreter`, over an inherited file descriptor; ends with its parent."""
+    with suppress(OSError):
+        _serve(Connection(number), *pickle.load(sys.stdin.buffer))
 
 
 def _serve(connection: Connection, function: Callable[[Any], Any], prepare: Callable[[], Any] | None) -> None:

@@ -8,7 +8,6 @@ both, 7 products in place of 5, and each sum has one order. With P the weights, 
 """
 
 from dataclasses import dataclass
-from functools import cache
 
 import tilelang.language as T
 import torch
@@ -22,6 +21,7 @@ from mha2mla.kernels.machine import (
     WARPGROUP,
     Machine,
     compile_for,
+    compiled_once,
     make_function,
 )
 from mha2mla.kernels.split_kv.choice import HOPPER
@@ -223,7 +223,7 @@ def make_query_gradients(shape: GradientShape, *, rows: int = ROWS, machine: Mac
     return make_gradients("query_gradients", shape, {"dq": d}, body)
 
 
-@cache
+@compiled_once
 def compile_gradients(heads: int, widths: tuple[int, int], dtype: torch.dtype):
     """Both compiled kernels; they serve all batches and lengths."""
     shape = GradientShape(heads, widths, dtype_name(dtype))

@@ -6,7 +6,6 @@ cores. Tiles are walked from the last visible key to the first, so that only the
 causal triangle are started first.
 """
 
-from functools import cache
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -24,6 +23,7 @@ from mha2mla.kernels.machine import (
     WARPGROUP,
     Buffers,
     compile_for,
+    compiled_once,
     make_function,
 )
 from mha2mla.kernels.split_kv.device import LOG2E
@@ -354,7 +354,7 @@ L2_SHARE = 16 * 2**20
 LONGEST = 2**30  # window or sinks as kernels take them: longer than a sequence, and no sum with a token overflows
 
 
-@cache
+@compiled_once
 def compile_attention_varlen(major_minor: int, shape: tiled.VarlenShape):
     """The compiled kernel and the query rows of its tiles. One compilation serves all batches, lengths and strides."""
     if major_minor == 90:

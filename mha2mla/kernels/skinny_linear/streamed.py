@@ -6,14 +6,13 @@ are fewer tiles than room; these add up in each other's shared memory.
 """
 
 from dataclasses import asdict
-from functools import cache
 
 import tilelang.language as T
 from torch import Tensor
 
 from mha2mla.kernels.devices import dtype_name, num_sms, on_device
 from mha2mla.kernels.layouts import aligned
-from mha2mla.kernels.machine import BARRIER, BY_ROW, EXACT_PASS_CONFIGS, WARPGROUP, Buffers, compile_for
+from mha2mla.kernels.machine import BARRIER, BY_ROW, EXACT_PASS_CONFIGS, WARPGROUP, Buffers, compile_for, compiled_once
 from mha2mla.kernels.skinny_linear.selection import BLOCK, ROW_BUCKETS, linear_tiling
 from mha2mla.kernels.skinny_linear.up_projections import launch_w_uv
 
@@ -214,7 +213,7 @@ def make_streamed_linear(
     return streamed_linear
 
 
-@cache
+@compiled_once
 def compile_streamed_linear(sms: int, *, outputs: int, columns: int, rows: int, gated: bool, **static):
     """The compiled kernel for at most ``rows`` rows; arguments as ``make_streamed_linear``'s."""
     tiling = asdict(linear_tiling(outputs, columns, rows, gated, sms))

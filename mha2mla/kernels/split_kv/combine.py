@@ -1,7 +1,5 @@
 """Combine kernels, by log-sum-exps: of partials of a sequence that several CTAs read, and of any partial results."""
 
-from functools import cache
-
 import tilelang.language as T
 import torch
 from torch import Tensor
@@ -9,7 +7,7 @@ from torch import Tensor
 from mha2mla.kernels.devices import capability as capability_of
 from mha2mla.kernels.devices import dtype_name
 from mha2mla.kernels.layouts import aligned
-from mha2mla.kernels.machine import SMALL_PASS_CONFIGS, Machine, compile_for, compiler
+from mha2mla.kernels.machine import SMALL_PASS_CONFIGS, Machine, compile_for, compiled_once, compiler
 from mha2mla.kernels.split_kv.choice import MAX_SPLITS
 from mha2mla.kernels.split_kv.device import LN2, LOG2E, MASKED
 
@@ -30,7 +28,7 @@ def combine_rows(heads: int, seqlen_q: int, splits: int, partials: int = 0) -> i
     return next((rows for rows in each if splits * rows <= 2 * FEW and partials < splits), 1)
 
 
-@cache
+@compiled_once
 def compile_combine(heads: int, width: int, dtype: str, splits: int, capability: int, rows: int = 1):
     """The compiled kernel; arguments as :func:`make_combine`'s."""
     function = make_combine(heads, width, dtype, splits, rows, dependent=capability >= 90)

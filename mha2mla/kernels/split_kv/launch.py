@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 from weakref import ref
 
@@ -16,14 +15,14 @@ from tvm_ffi import from_dlpack
 from mha2mla.kernels.devices import capability as capability_of
 from mha2mla.kernels.devices import dtype_name, on_device
 from mha2mla.kernels.layouts import ALIGNMENT, argument_error, check_aligned
-from mha2mla.kernels.machine import OPAQUE_SMEM_WRITES, PASS_CONFIGS, SMALL_PASS_CONFIGS, compile_for
+from mha2mla.kernels.machine import OPAQUE_SMEM_WRITES, PASS_CONFIGS, SMALL_PASS_CONFIGS, compile_for, compiled_once
 from mha2mla.kernels.split_kv.combine import combine_rows, combine_splits, compile_combine
 from mha2mla.kernels.split_kv.combine_w_uv import compile_combine_w_uv
 
 NO_WINDOW = 2**30  # longer than any sequence
 
 
-@cache
+@compiled_once
 def compile_choice(op: Any, shape: Any, choice: Any, capability: int):
     """The compiled decode kernel of a choice. One compilation serves every batch, length, page count and plan."""
     function = op.make_split(shape, choice)
@@ -31,7 +30,7 @@ def compile_choice(op: Any, shape: Any, choice: Any, capability: int):
     return compile_for(function, capability, configs | OPAQUE_SMEM_WRITES if op.opaque_smem_writes else configs)
 
 
-@cache
+@compiled_once
 def compile_kernels(
     op: Any, shape: Any, choice: Any, capability: int, batch: int, width: int, num_ctas: int
 ) -> tuple[Callable[..., None], Callable[..., None]]:

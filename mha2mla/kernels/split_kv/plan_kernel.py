@@ -1,13 +1,11 @@
 """Plans a decode step on the device: one CTA computes as ``reference.plan_fragments`` does, from lengths in memory."""
 
-from functools import cache
-
 import tilelang.language as T
 from torch import Tensor
 
 from mha2mla.kernels.devices import capability as capability_of
 from mha2mla.kernels.devices import on_device
-from mha2mla.kernels.machine import SMALL_PASS_CONFIGS, compile_for
+from mha2mla.kernels.machine import SMALL_PASS_CONFIGS, compile_for, compiled_once
 from mha2mla.kernels.split_kv.choice import FIELDS, FRAGMENT_TILES, MAX_BATCH, TILE_TOKENS, Column
 
 PIECES = 8  # sizes of the aligned way of cutting that are tried at once
@@ -236,7 +234,7 @@ def make_plan(*, threads: int = 256, on_cpu: bool = False):
     return mla_decode_plan
 
 
-@cache
+@compiled_once
 def compile_planner(capability: int):
     """The compiled planner, one for all shapes."""
     return compile_for(make_plan(), capability, SMALL_PASS_CONFIGS)
