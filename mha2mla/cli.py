@@ -277,7 +277,8 @@ def generate(
         len(token_ids(tokenizer, task, chat)) + max_new_tokens + 1  # a step runs ahead of the token that is read
         for _, task in answers.remaining(tasks)
     ]
-    options = {"max_sequences": max_sequences, "max_tokens": max_tokens, "max_length": max_length}
+    # More rows than prompts need kernels and graphs that nothing runs.
+    options = {"max_sequences": min(max_sequences, left), "max_tokens": max_tokens, "max_length": max_length}
     options["rotary_key_cache"] = rotary_key_cache
     loop = Loop(served(loaded), max_pages=pages_for(lengths, max_sequences), **options)
     for task, text in answer_all(loop, tokenizer, tasks, answers, sampling, chat=chat):
@@ -549,6 +550,49 @@ def export(
     from mha2mla.serving.export import export as run
 
     print(f"written: {run(checkpoint, destination, format, engine)}")
+
+
+@app.command
+def warm_up(
+    checkpoint: str,
+    /,
+    *,
+    batches: Numbers = None,
+    prompt: int = 256,
+    max_sequences: int = 64,
+    max_tokens: int = 2048,
+    rotary_key_cache: Literal["none", "bfloat16", "auto"] | None = None,
+    device: Device = None,
+    dtype: Dtype | None = None,
+) -> None:
+    """Compiles the kernels that a checkpoint needs on this GPU, in parallel, and keeps them.
+
+    Nothing is compiled that TileLang's cache has. generate and vLLM do the same when they first need it. The weights
+    are not read; random ones take their place in memory.
+
+        mha2mla warm-up path/to/llama-mla --batches 1,8
+
+    Args:
+        checkpoint: folder or hub id, converted or not.
+        batches: numbers of sequences of model.generate; default 1.
+        prompt: tokens of their prompts.
+        max_sequences: of a step of mha2mla generate, or of vLLM.
+        max_tokens: of a step.
+        rotary_key_cache: as of generate.
+        dtype: of the weights; default the checkpoint's, but on CUDA bfloat16 for float32.
+    """
+    find_checkpoint(checkpoint, "checkpoint")
+    announce(f"listing the kernels of {checkpoint}")
+    from mha2mla.eval.loading import load_config
+    from mha2mla.serving.warm_up import compile_kernels
+
+    place, weights_dtype = _placement(checkpoint, device, dtype)
+    config = load_config(checkpoint, "checkpoint")
+    if rotary_key_cache is not None:
+        config = config.with_options(rotary_key_cache=rotary_key_cache)
+    sizes = {"prompt": prompt, "max_sequences": max_sequences, "max_tokens": max_tokens}
+    counts = compile_kernels(config, place, weights_dtype or config.dtype, batches=batches or [1], **sizes)
+    print("compiled: " + ", ".join(f"{count} for {use}" for use, count in counts.items()))
 
 
 @app.command

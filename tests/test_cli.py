@@ -37,7 +37,7 @@ def wide():
 def test_help_names_every_verb(capsys):
     assert run("--help") == 0
     text = capsys.readouterr().out
-    assert len(VERBS) == 14 and all(verb[0] in text for verb in VERBS)
+    assert len(VERBS) == 15 and all(verb[0] in text for verb in VERBS)
 
 
 @pytest.mark.parametrize("words", [(), ("convert",), ("eval", "quality")], ids=" ".join)

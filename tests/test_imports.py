@@ -16,7 +16,7 @@ BELOW = {
     "testing": {"geometry", "kernels", "environment", "terminal"},
     "families": set(),
     "modeling": {"families", "geometry", "kernels", "stored_tensors"},
-    "loop": {"modeling", "prompts", "terminal"},
+    "loop": {"kernels", "modeling", "prompts", "terminal"},
     "conversion": {
         "families", "geometry", "modeling", "checkpoints", "stored_tensors", "environment", "predictions", "terminal",
         "texts", "files",

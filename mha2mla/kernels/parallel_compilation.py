@@ -107,7 +107,8 @@ def compile_ahead(device: torch.device, call: Any, run: Callable[[], Any]) -> in
     """Compiles the kernels that ``run()`` launches, in as many processes as there are cores, under a progress bar.
 
     TileLang's disk cache keeps them, and a note of ``call``: where that is found nothing is run. Kernels that a process
-    could not compile are left to their first launch.
+    could not compile are left to their first launch. ``MHA2MLA_COMPILE_PROCESSES`` takes another number; of 0 every
+    kernel is left so.
 
     Args:
         device: that launches; of another type than CUDA nothing is done.
@@ -118,7 +119,7 @@ def compile_ahead(device: torch.device, call: Any, run: Callable[[], Any]) -> in
     Returns:
         The number of kernels that the disk cache lacked.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or not most_processes():
         return 0
     from mha2mla.kernels.machine import note, write_note
 
@@ -144,7 +145,7 @@ def compile_listed(run: Callable[[], Any]) -> tuple[int, int]:
         if not missing or not tilelang.env.is_cache_enabled():
             return len(missing), len(missing)
         missing.sort(key=lambda kernel: -len(kernel.function.script()))  # the longest first, as it takes the longest
-        failed, workers = 0, min(len(missing), usable_cores())
+        failed, workers = 0, min(len(missing), most_processes())
         with progress_bar(total=len(missing), desc="compiling kernels, once", unit="kernel", show=True) as bar:
             for outcome in run_in_workers(
                 compile_kernel, missing, workers=workers, timeout=COMPILE_TIMEOUT, interpreters=True
@@ -153,6 +154,11 @@ def compile_listed(run: Callable[[], Any]) -> tuple[int, int]:
                 bar.set_postfix({"last": outcome.job.name}, refresh=False)
                 bar.update()
     return len(missing), failed
+
+
+def most_processes() -> int:
+    """Processes that compile at a time, by the environment or the cores that this one may use."""
+    return int(os.environ.get("MHA2MLA_COMPILE_PROCESSES", usable_cores()))
 
 
 def compile_kernel(kernel: Kernel) -> None:

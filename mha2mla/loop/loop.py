@@ -78,6 +78,7 @@ class Loop:
 
     Attributes:
         cache, scheduler, runner: which do the work.
+        compiled: kernels that TileLang's cache lacked, and which were compiled in parallel.
         progress: what was done.
     """
 
@@ -105,6 +106,7 @@ class Loop:
         self.cache = model.paged_cache(num_pages, page_size, rotary_key_cache=rotary_key_cache)
         self.scheduler = Scheduler(self.cache.allocator, max_sequences, max_tokens, share_prefixes)
         self.runner = Runner(model, self.cache, min(longest, num_pages), max_sequences, recorder or CudaGraphs())
+        self.compiled = self.runner.compile(max_tokens)
         self.progress = Progress()
         self._history: History | None = None
         self._launched: _Launched | None = None

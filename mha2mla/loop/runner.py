@@ -8,10 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mha2mla.kernels import compile_ahead
 from mha2mla.loop.scheduler import Chunk
 from mha2mla.modeling import AttentionStep, BatchModel, PagedCache, SequenceBatch
 from mha2mla.modeling.batch import to_device
 from mha2mla.modeling.recorders import Recorder
+
+_PROMPTS = (16, 128, 256)  # tokens of a step, up to which kernels differ
 
 
 @dataclass(frozen=True)
@@ -105,3 +108,26 @@ class Runner:
 
         self.graphs[rows] = graph = Graph(step, tokens, *self._recorder.record(run, lambda: None, cache.device))
         return graph
+
+    def compile(self, max_tokens: int) -> int:
+        """Compiles the kernels of steps of at most ``max_tokens`` tokens ahead, where TileLang's cache lacks them;
+        returns how many it lacked."""
+        config, page_size = self.model.config.to_json_string(use_diff=False), self.cache.allocator.page_size
+        geometries = [(layer.backend.name, layer.constants) for layer in self.cache.layers]
+        call = ("loop", config, geometries, self.cache.layers[0].dtype, page_size, self.max_sequences, max_tokens)
+        return compile_ahead(self.cache.device, call, lambda: self._run_shapes(max_tokens))
+
+    @torch.inference_mode()
+    def _run_shapes(self, max_tokens: int) -> None:
+        """A decode step of each bucket of rows, over padding, and prompts, over pages that are not theirs."""
+        allocator = self.cache.allocator
+        place = {"page_size": allocator.page_size, "device": self.cache.device}
+        rows = dict.fromkeys(self._bucket(1 << n) for n in range(self.max_sequences.bit_length() + 1))
+        batches = [SequenceBatch.build([], [], [], num_sequences=count, **place) for count in rows]
+        for tokens in _PROMPTS:
+            pages = -(-tokens // allocator.page_size)
+            if tokens <= max_tokens and pages <= allocator.num_pages:
+                batches.append(SequenceBatch.build([tokens], [0], [range(pages)], **place))
+        for batch in batches:
+            ids = torch.zeros(batch.num_tokens, dtype=torch.int64, device=self.cache.device)
+            self.model.forward_batch(ids, self.cache.step(batch))

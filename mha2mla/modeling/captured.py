@@ -12,13 +12,14 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH
+from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH, compile_ahead
 from mha2mla.modeling.cache import LatentCache
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.modeling_mha2mla import is_padding_mask, is_recorded
@@ -28,6 +29,7 @@ from mha2mla.modeling.recorders import CudaGraphs, Recorder, fingerprint
 _ROOM_FOR_ANSWER = 4096
 # Capacities are multiples of it, so that prompts of other lengths find pages, and recordings, to use again.
 _CAPACITY_STEP = 1024
+_LONG_PROMPT = 256  # tokens; longer prompts launch the same kernels
 
 
 @dataclass(frozen=True)
@@ -257,6 +259,7 @@ class GraphStore:
         if cache is None:
             self._kept = None  # before new pages are allocated
             self._most_bytes = sum(parameter.nbytes for parameter in model.parameters())
+            compile_steps(model, config, rows, prompt)
             cache = LatentCache(config, room=room)
             cache.captured = DecodeGraphs(self, is_kept=True)
         return cache
@@ -266,3 +269,23 @@ class GraphStore:
         if cache.captured is not None and cache.captured.are_for(self, fingerprint(model)):
             return cache.captured
         return DecodeGraphs(self, is_kept=False)
+
+
+def compile_steps(model: PreTrainedModel, config: MHA2MLAConfig, rows: int, prompt: int) -> int:
+    """Compiles the kernels of ``generate`` ahead, where TileLang's cache lacks them; returns how many it lacked.
+
+    Args:
+        config: of the cache.
+        rows, prompt: B, and tokens of each prompt.
+    """
+    prompt = min(_LONG_PROMPT, 1 << max(0, prompt - 1).bit_length())
+    call = ("generate", config.to_json_string(use_diff=False), model.dtype, rows, prompt)
+    return compile_ahead(model.device, call, partial(_run_steps, model, config, rows, prompt))
+
+
+@torch.no_grad()
+def _run_steps(model: PreTrainedModel, config: MHA2MLAConfig, rows: int, prompt: int) -> None:
+    """A prompt and a decode step over pages of their own."""
+    cache, tokens = LatentCache(config), torch.zeros(rows, prompt, dtype=torch.int64, device=model.device)
+    for ids in (tokens, tokens[:, :1]):
+        model.forward(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)

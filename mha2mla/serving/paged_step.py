@@ -8,18 +8,20 @@ decode op, which stays where it is, so that a CUDA graph can be replayed; else a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH, MAX_EXPANDED_TOKENS
+from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH, MAX_EXPANDED_TOKENS, compile_ahead
 from mha2mla.modeling.batch import UniformBatch, uniform_length
 from mha2mla.modeling.cache_layout import PAGE_SIZE
 from mha2mla.modeling.registry import AttentionBackend, AttentionConstants
 from mha2mla.modeling.step import AttentionStep, CacheLayer, StepPlanner
 
 LayerKey = tuple[MLAGeometry, tuple[int | None, int]]
+SERVED_BY = "mla_paged"  # attention backend
 MAX_WARMUP_BATCH = 64  # sequences: larger batches take the same kernels
 
 
@@ -145,16 +147,31 @@ def warm_up_batches(max_tokens: int, max_length: int) -> list[tuple[list[int], l
 def warm_up(
     tensors: Mapping[str, Tensor | None], backend: AttentionBackend, layer: AttentionConstants, max_length: int
 ) -> None:
-    """Runs a layer's :func:`warm_up_batches` over a page of zeros; no cache is written.
+    """Compiles a layer's kernels, then runs its :func:`warm_up_batches` over a page of zeros; no cache is written.
 
-    A kernel is compiled by its first launch, which takes 15 seconds and more if TileLang's cache does not have it: no
-    request should wait for that. Who measures memory meanwhile sees the workspace.
+    No request should wait for a kernel to be compiled or loaded. Who measures memory meanwhile sees the workspace.
 
     Args:
         tensors: as :meth:`EngineSteps.run` takes them, of the largest step.
         backend, layer: whose kernels.
         max_length: tokens of the longest sequence.
     """
+    compile_layer(tensors, backend, layer, max_length)
+    _run_batches(tensors, backend, layer, max_length)
+
+
+def compile_layer(
+    tensors: Mapping[str, Tensor | None], backend: AttentionBackend, layer: AttentionConstants, max_length: int
+) -> int:
+    """Compiles the kernels of :func:`warm_up` ahead, where TileLang's cache lacks them; returns how many it lacked."""
+    query = tensors["q_pe"]
+    call = ("engine", backend.name, layer, query.dtype, query.shape[0], max_length)
+    return compile_ahead(query.device, call, partial(_run_batches, tensors, backend, layer, max_length))
+
+
+def _run_batches(
+    tensors: Mapping[str, Tensor | None], backend: AttentionBackend, layer: AttentionConstants, max_length: int
+) -> None:
     query = tensors["q_pe"]
     device, most = query.device, query.shape[0]
     steps = EngineSteps([layer], backend, query.dtype, most, device)

@@ -31,9 +31,7 @@ from mha2mla.modeling.cache_layout import PAGE_SIZE
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.step import AttentionStep
 from mha2mla.modeling.tensor_parallel import HeadShard
-from mha2mla.serving.paged_step import EngineSteps, warm_up
-
-SERVED_BY = "mla_paged"
+from mha2mla.serving.paged_step import SERVED_BY, EngineSteps, warm_up
 
 
 @dataclass

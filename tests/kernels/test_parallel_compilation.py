@@ -16,6 +16,7 @@ import torch
 from mha2mla.kernels import parallel_compilation
 from mha2mla.kernels.mla_decode.selection import select_kernel
 from mha2mla.kernels.parallel_compilation import CompileJob, compile_job, compile_launches, run_in_workers
+from mha2mla.testing.compile_gate import find_tool
 from mha2mla.testing.problems import Problem
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +46,21 @@ def work(job):
     print("masked" if masked else "open", os.getpid(), flush=True)
     while True:
         signal.pause()
+"""
+
+
+NORMS = """
+import sys
+import torch
+from mha2mla.kernels import parallel_compilation
+from mha2mla.kernels.pointwise.kernel import launch_rms_norm
+
+def run():
+    for width in (64, 128):
+        x = torch.ones(4, width, dtype=torch.bfloat16)
+        launch_rms_norm(x, None, x[0].clone(), 1e-5, torch.empty_like(x), torch.empty_like(x))
+
+print(*[parallel_compilation.compile_listed(run) for _ in range(2)])
 """
 
 
@@ -149,3 +165,84 @@ def fail_to_start():
 @pytest.mark.usefixtures("forked")
 def test_a_process_that_cannot_start_says_why():
     assert [o.failure for o in run_in_workers(abs, [1], prepare=fail_to_start)] == ["OSError: no device"]
+
+
+def norms(*widths):
+    from mha2mla.kernels.pointwise.kernel import launch_rms_norm
+
+    for width in widths:
+        x = torch.ones(4, width, dtype=torch.bfloat16)
+        launch_rms_norm(x, None, x[0].clone(), 1e-5, torch.empty_like(x), torch.empty_like(x))
+
+
+def test_a_script_without_a_guard_compiles_once(tmp_path):
+    """Processes import no __main__, see no GPU, and leave what they compile where the next run finds it."""
+    pytest.importorskip("tilelang", reason="TileLang is not installed")
+    if find_tool("nvcc") is None:
+        pytest.skip("nvcc is neither on PATH nor installed by pip")
+    (tmp_path / "script.py").write_text(NORMS)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TILELANG_CACHE_DIR": str(tmp_path / "cache")}
+    script = [sys.executable, str(tmp_path / "script.py")]
+    done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=240)
+    assert done.stdout == "(2, 0) (0, 0)\n", done.stderr
+    assert len(list((tmp_path / "cache").glob("*/*/kernels/*"))) == 2
+
+
+def test_a_listing_compiles_nothing_and_forgets(monkeypatch, tmp_path):
+    tilelang = pytest.importorskip("tilelang", reason="TileLang is not installed")
+    from mha2mla.kernels import machine
+
+    compiled = []
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tilelang, "compile", lambda function, **_: compiled.append(function) or 1 / 0)
+    with machine.listing() as kernels:
+        norms(72, 136, 72)
+    assert [kernel.name for kernel in kernels] == ["rms_norm"] * 2 and compiled == []
+    assert len({kernel.digest for kernel in kernels}) == 2
+    with pytest.raises(ZeroDivisionError):
+        norms(72)
+    with pytest.raises(ZeroDivisionError):  # a launch that was kept, of another thread perhaps, compiles
+        kernels[0](None)
+    assert len(compiled) == 2
+
+
+def test_a_noted_call_is_not_run_again(monkeypatch, tmp_path):
+    pytest.importorskip("tilelang", reason="TileLang is not installed")
+    ran, outcomes = [], iter([(2, 1), (2, 0)])
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(parallel_compilation, "num_sms", lambda _: 132)
+    monkeypatch.setattr(parallel_compilation, "compile_listed", lambda run: run() or next(outcomes))
+    gpu, run = torch.device("cuda"), lambda: ran.append(1)
+    # One kernel was left over, so that the second call looks again.
+    assert [parallel_compilation.compile_ahead(gpu, "call", run) for _ in range(3)] == [2, 2, 0]
+    assert parallel_compilation.compile_ahead(torch.device("cpu"), "another", run) == 0
+    monkeypatch.setenv("MHA2MLA_COMPILE_PROCESSES", "0")
+    assert parallel_compilation.compile_ahead(gpu, "another", run) == 0
+    assert len(ran) == 2
+
+
+def test_kernels_that_fail_are_left_to_their_launch(monkeypatch, tmp_path):
+    pytest.importorskip("tilelang", reason="TileLang is not installed")
+    from mha2mla.kernels.machine import write_note
+
+    given = []
+
+    def run_in_workers(function, jobs, **options):
+        given.append((len(jobs), options["workers"]))
+        for job in jobs:
+            hangs = job is jobs[0]
+            if not hangs:
+                write_note(job.digest)
+            yield parallel_compilation.Outcome(job, failure="hung: it took too long" if hangs else None)
+
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(parallel_compilation, "run_in_workers", run_in_workers)
+    monkeypatch.setenv("MHA2MLA_COMPILE_PROCESSES", "2")
+    assert parallel_compilation.compile_listed(partial(norms, 1024, 2048, 512)) == (3, 1)
+    assert parallel_compilation.compile_listed(partial(norms, 1024, 2048, 512)) == (1, 1)
+    assert given == [(3, 2), (1, 1)]
+
+
+def test_an_interpreter_that_is_killed_is_a_crash():
+    outcomes = list(run_in_workers(os._exit, [3], interpreters=True))
+    assert [o.failure for o in outcomes] == ["crashed: the process ended with exit code 3"]

@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from mha2mla.loop import Loop, Sampling
+from mha2mla.loop import Loop, Sampling, runner
+from mha2mla.modeling import BatchModel
 from tests.few import few
 from tests.modeling import models
 from tests.modeling.tape import Tape
@@ -153,3 +154,26 @@ def test_an_answer_ends_with_the_token_that_stops_it():
     request = loop.add(prompt, Sampling(20, stop_tokens=(expected[6],)))
     loop.run()
     assert request.answer == expected[: expected.index(expected[6]) + 1] and request.finished == "stop"
+
+
+@pytest.mark.parametrize("case", ["latent", "qwen2"])
+def test_kernels_are_compiled_before_requests(case, monkeypatch):
+    """By a step of each bucket of rows and by prompts, which leave the cache as it was."""
+    shapes, model = [], make(case)
+
+    def compile_ahead(device, call, run):
+        with monkeypatch.context() as inside:
+            inside.setattr(
+                BatchModel, "forward_batch", lambda self, ids, step: shapes.append(step.batch.lengths[0].tolist())
+            )
+            run()
+        run()
+        return 7
+
+    monkeypatch.setattr(runner, "compile_ahead", compile_ahead)
+    loop = make_loop(model, max_tokens=128)
+    assert loop.compiled == 7 and loop.cache.allocator.num_free == 12
+    assert shapes == [[1], [1] * 2, [1] * 4, [1] * 5, [16]]  # 128 tokens are more than 12 pages of 8
+    request = loop.add([5, 7, 11], Sampling(6))
+    loop.run()
+    assert request.answer == alone(model, [5, 7, 11], 6)

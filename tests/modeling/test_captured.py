@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import GenerationConfig, StoppingCriteria
 
-from mha2mla.modeling import LatentCache, modeling_mha2mla
+from mha2mla.modeling import LatentCache, captured, modeling_mha2mla
 from mha2mla.modeling import cache as cache_module
 from mha2mla.modeling.captured import GraphStore
 from mha2mla.modeling.recorders import CudaGraphs
@@ -397,3 +397,25 @@ def test_inference_mode_and_no_grad_share_recordings(recorded):
         with mode():
             assert torch.equal(generate(model, inputs).sequences, expected)
     assert len(recorded) == 1
+
+
+def test_kernels_are_compiled_before_the_first_token(monkeypatch):
+    """By a prompt and a step over pages of their own; once while pages are kept."""
+    model, inputs = captured_model(**LARGE), padded(9, 4)
+    expected, model.graph_store = generate(model, inputs).sequences, GraphStore(Tape)
+    calls, shapes, forward = [], [], type(model)._run_base_model
+
+    def compile_ahead(device, call, run):
+        def note(self, **given):
+            shapes.append(tuple(given["input_ids"].shape))
+            return forward(self, **given)
+
+        calls.append(call[-2:])
+        with monkeypatch.context() as inside:
+            inside.setattr(type(model), "_run_base_model", note)
+            run()
+
+    monkeypatch.setattr(captured, "compile_ahead", compile_ahead)
+    for _ in range(2):
+        assert torch.equal(generate(model, inputs).sequences, expected)
+    assert calls == [(2, 16)] and shapes == [(2, 16), (2, 1)]
