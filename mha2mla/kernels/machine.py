@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, wraps
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,38 +112,28 @@ def check_arguments(function) -> None:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A TileLang function and what it is compiled for; picklable. A call compiles it first, but inside :func:`listing`.
+    """A TileLang function that was not compiled yet. A call compiles it first, but inside :func:`listing`.
 
     Attributes:
         digest: of all that decides what is compiled.
-        function, capability, pass_configs: as :func:`compile_for` takes them.
+        name: of the function.
+        recipe: what compiles it, picklable: "module:function", arguments and keywords. TileLang's functions lose the
+            layouts of shared memory when they are pickled.
+        compiled: compiles it, here.
     """
 
     digest: str
-    function: Any = field(compare=False, repr=False)
-    capability: int = field(compare=False)
-    pass_configs: dict = field(compare=False)
-
-    @classmethod
-    def of(cls, function: Any, capability: int, pass_configs: dict) -> "Kernel":
-        parts = (
-            tilelang.__version__,
-            function.script(show_meta=True),
-            target_of(capability),
-            sorted(pass_configs.items()),
-        )
-        return cls(sha256(repr(parts).encode()).hexdigest(), function, capability, pass_configs)
-
-    @property
-    def name(self) -> str:
-        return str(self.function.attrs["global_symbol"])
+    name: str = field(compare=False)
+    recipe: tuple[str, tuple, dict] = field(compare=False)
+    compiled: Callable[[], Callable[..., None]] = field(compare=False, repr=False)
 
     def __call__(self, *arguments: Any) -> None:
         if _LISTED.get() is None:
-            load_kernel(self)(*arguments)
+            self.compiled()(*arguments)
 
 
 _LISTED: ContextVar[list[Kernel] | None] = ContextVar("_LISTED", default=None)
+_RECIPE: ContextVar[tuple[str, tuple, dict] | None] = ContextVar("_RECIPE", default=None)
 _KEPT: list[Any] = []  # caches of what is compiled
 
 
@@ -179,36 +169,60 @@ def write_note(digest: str) -> None:
         note(digest).touch()
 
 
-@cache
-def load_kernel(kernel: Kernel) -> Callable[..., None]:
-    """The compiled kernel's entry, from TileLang's disk cache where it is there. Never unloaded: a CUDA graph may have
-    it. TileLang's own wrapper around it checks and copies arguments for 3 µs a call."""
-    compiled = tilelang.compile(kernel.function, target=target_of(kernel.capability), pass_configs=kernel.pass_configs)
-    module = compiled.adapter.get_exportable_executable()
-    write_note(kernel.digest)
-    return (module.jit() if hasattr(module, "jit") else module).main
+_LOADED: dict[str, Callable[..., None]] = {}  # by digest; never unloaded: a CUDA graph may have it
 
 
 def compile_for(function, capability: int, pass_configs: dict = PASS_CONFIGS) -> Callable[..., None]:
-    """The compiled function's entry.
+    """The compiled function's entry, from TileLang's disk cache where it is there: TileLang's own wrapper around it
+    checks and copies arguments for 3 µs a call.
 
     Raises:
         ValueError: as :func:`check_arguments`.
     """
     check_arguments(function)
-    kernel, listed = Kernel.of(function, capability, pass_configs), _LISTED.get()
-    if listed is None:
-        return load_kernel(kernel)
-    listed.append(kernel)
-    return kernel
+    target = target_of(capability)
+    parts = (tilelang.__version__, function.script(show_meta=True), target, sorted(pass_configs.items()))
+    digest = sha256(repr(parts).encode()).hexdigest()
+
+    def compiled() -> Callable[..., None]:
+        if digest not in _LOADED:
+            kernel = tilelang.compile(function, target=target, pass_configs=pass_configs)
+            module = kernel.adapter.get_exportable_executable()
+            _LOADED[digest] = (module.jit() if hasattr(module, "jit") else module).main
+            write_note(digest)
+        return _LOADED[digest]
+
+    listed, recipe = _LISTED.get(), _RECIPE.get()
+    if listed is None or recipe is None:
+        return compiled()
+    listed.append(Kernel(digest, str(function.attrs["global_symbol"]), recipe, compiled))
+    return listed[-1]
 
 
 def compiled_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """:func:`functools.cache` of a function that compiles kernels."""
-    _KEPT.append(cache(function))
+    """:func:`functools.cache` of a function that compiles kernels, known by the module and name that it has."""
+
+    @wraps(function)
+    def compile_noted(*arguments: Any, **static: Any) -> Any:
+        token = _RECIPE.set((f"{function.__module__}:{function.__qualname__}", arguments, static))
+        try:
+            return function(*arguments, **static)
+        finally:
+            _RECIPE.reset(token)
+
+    _KEPT.append(cache(compile_noted))
     return _KEPT[-1]
 
 
 def compiler(make: Callable[..., Any], pass_configs: dict) -> Callable[..., Callable[..., None]]:
-    """Cached compilation of what ``make`` makes: takes a compute capability, and by name the arguments of ``make``."""
-    return compiled_once(lambda capability, **static: compile_for(make(**static), capability, pass_configs))
+    """Cached compilation of what ``make`` makes: takes a compute capability, and by name the arguments of ``make``.
+
+    Of ``make_name`` it is to be ``compile_name`` in the same module.
+    """
+
+    def compile_made(capability: int, **static: Any) -> Callable[..., None]:
+        return compile_for(make(**static), capability, pass_configs)
+
+    compile_made.__module__ = make.__module__
+    compile_made.__qualname__ = make.__name__.replace("make_", "compile_", 1)
+    return compiled_once(compile_made)

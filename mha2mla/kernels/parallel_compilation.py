@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ from hashlib import sha256
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from pkgutil import resolve_name
+from typing import Any
 
 import torch
 
@@ -34,9 +36,6 @@ from mha2mla.kernels.mla_decode.api import FP8, LATENT, LATENT_FP8, MLA
 from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.op import PagedOp
 from mha2mla.terminal import progress_bar
-
-if TYPE_CHECKING:
-    from mha2mla.kernels.machine import Kernel
 
 OPS = {op.name: op for op in (MLA, FP8, LATENT, LATENT_FP8, GQA)}
 COMPILE_TIMEOUT = 300.0  # seconds for one job
@@ -144,15 +143,18 @@ def compile_listed(run: Callable[[], Any]) -> tuple[int, int]:
         missing = [kernel for kernel in dict.fromkeys(kernels) if not note(kernel.digest).exists()]
         if not missing or not tilelang.env.is_cache_enabled():
             return len(missing), len(missing)
-        missing.sort(key=lambda kernel: -len(kernel.function.script()))  # the longest first, as it takes the longest
-        failed, workers = 0, min(len(missing), most_processes())
-        with progress_bar(total=len(missing), desc="compiling kernels, once", unit="kernel", show=True) as bar:
+        # Decode first: it takes the longest.
+        missing.sort(key=lambda kernel: "_decode" not in kernel.name)
+        jobs = [(kernel.name, pickle.dumps(kernel.recipe)) for kernel in missing]
+        workers = min(len(jobs), most_processes())
+        with progress_bar(total=len(jobs), desc="compiling kernels, once", unit="kernel", show=True) as bar:
             for outcome in run_in_workers(
-                compile_kernel, missing, workers=workers, timeout=COMPILE_TIMEOUT, interpreters=True
+                compile_recipe, jobs, workers=workers, timeout=COMPILE_TIMEOUT, interpreters=True
             ):
-                failed += outcome.failure is not None
-                bar.set_postfix({"last": outcome.job.name}, refresh=False)
+                if outcome.failure is not None:
+                    warnings.warn(f"{outcome.job[0]} was not compiled ahead: {outcome.failure}", stacklevel=3)
                 bar.update()
+    failed = sum(not note(kernel.digest).exists() for kernel in missing)
     return len(missing), failed
 
 
@@ -161,12 +163,16 @@ def most_processes() -> int:
     return int(os.environ.get("MHA2MLA_COMPILE_PROCESSES", usable_cores()))
 
 
-def compile_kernel(kernel: Kernel) -> None:
-    """Compiles a kernel into TileLang's disk cache."""
-    from mha2mla.kernels.machine import load_kernel
+def compile_recipe(job: tuple[str, bytes]) -> None:
+    """Compiles into TileLang's disk cache what a :class:`~mha2mla.kernels.machine.Kernel` is made by.
 
-    logging.getLogger("tilelang").setLevel(logging.WARNING)
-    load_kernel(kernel)
+    Args:
+        job: the kernel's name, and its pickled recipe.
+    """
+    path, arguments, static = pickle.loads(job[1])
+    function = resolve_name(path)
+    logging.getLogger("tilelang").setLevel(logging.WARNING)  # importing TileLang sets a level that logs each kernel
+    function(*arguments, **static)
 
 
 @cache
