@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -251,3 +253,16 @@ def test_kernels_that_fail_are_left_to_their_launch(monkeypatch, tmp_path):
 def test_an_interpreter_that_is_killed_is_a_crash():
     outcomes = list(run_in_workers(os._exit, [3], interpreters=True))
     assert [o.failure for o in outcomes] == ["crashed: the process ended with exit code 3"]
+
+
+def test_what_compiles_kernels_is_found_by_its_name():
+    """As processes look it up."""
+    pytest.importorskip("tilelang", reason="TileLang is not installed")
+    import mha2mla.kernels
+    from mha2mla.kernels import machine
+
+    for module in pkgutil.walk_packages(mha2mla.kernels.__path__, "mha2mla.kernels."):
+        importlib.import_module(module.name)
+    assert len(machine._KEPT) >= 18
+    for kept in machine._KEPT:
+        assert pkgutil.resolve_name(f"{kept.__module__}:{kept.__qualname__}") is kept
