@@ -71,7 +71,7 @@ NAMED = (
 # Of these shapes also kernels that the rule does not choose: kernel, tiles of query rows.
 OTHERS = {
     (80, 8, 320, 16, 64, 1): (("swap_ab_ws", 3), ("heads_on_m", 2)),
-    (5, 5, 512, 64, 64, 5): (("swap_ab_ws", 2),),
+    (5, 5, 512, 64, 64, 5): (("heads_on_m", 5),),
     (64, 1, 768, 64, 64, 1): (("swap_ab_cluster", 2),),
     (36, 4, 1024, 32, 64, 1): (("swap_ab_cluster", 2),),
     (40, 1, 512, 128, 64, 1): (("swap_ab_cluster", 1),),

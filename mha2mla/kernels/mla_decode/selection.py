@@ -350,7 +350,8 @@ def _swap_ab_cluster(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candi
 
 
 def _heads_on_m(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
-    """For full tiles of 64 rows only: below, most of its work would be on padding.
+    """For full tiles of 64 rows only: below, most of its work would be on padding. Before other kernels of as many
+    tiles; its products take one rope head's columns of 64 at most, so that many rope heads would make many tiles.
 
     ``lazy`` with two tiles and more, which is where the matrix instructions bind and not the memory: on an H200 it took
     6.1 % less time than ``plain`` at H=128 d_c=512 d_r=64 128 x 8192, 1.7 at 16 x 8192, 0.5 at 1 x 8192.
@@ -366,7 +367,7 @@ def _heads_on_m(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates
             "heads_on_m", tiling, used, f"{num_stages} stages", variant="lazy" if tiling.num_tiles > 1 else "plain",
             num_stages=num_stages, rope_stages=num_stages, threads=HEADS_ON_M_THREADS, warpgroups=3,
         )  # fmt: skip
-        yield (1 if padded else -1, tiling.num_tiles, -num_stages), choice if used <= limit else None, used
+        yield (int(padded), tiling.num_tiles, 0, -num_stages), choice if used <= limit else None, used
 
 
 def _fp8(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mha2mla.kernels.mla_decode.selection import DecodeShape, select_kernel
+from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels, select_kernel
 
 HEADS = (8, 16, 24, 32, 40, 48, 64)
 # num_rope_heads for a number of heads
@@ -32,3 +32,15 @@ def test_32_heads_are_served_as_their_neighbours(layout, kv_lora_rank, rope):
     # No more padded rows than a power of two brings: a tile of 32 rows for 32 heads, not one of 64.
     rows = choices[32].tiling.rows * tiles[32]
     assert rows < 2 * 32 or LAYOUTS[layout](32) > 1, choices[32].reason
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "kv_lora_rank", "rope", "tokens"),
+    [(5, 5, 512, 64, 8), (8, 8, 256, 64, 8), (35, 7, 256, 32, 4), (32, 32, 512, 32, 8), (128, 1, 512, 64, 1)],
+)
+def test_several_tokens_of_many_groups_take_few_tiles(heads, groups, kv_lora_rank, rope, tokens):
+    """``heads_on_m`` multiplies rope heads of 64 columns together: of more it read the cache once for each."""
+    shape = DecodeShape(heads, groups, kv_lora_rank, rope, 64, tokens, "bfloat16")
+    streaming = [choice for choice in list_kernels(shape, 90) if choice.kernel in ("swap_ab_ws", "heads_on_m")]
+    assert select_kernel(shape, 90).tiling.num_tiles == min(choice.tiling.num_tiles for choice in streaming)
+    assert any(choice.kernel == "heads_on_m" for choice in streaming)
