@@ -3,11 +3,12 @@
     python benchmarks/healing.py --work /tmp/heal --minutes 8 --json /tmp/log/healing.json
     python benchmarks/healing.py --work /tmp/heal --arms 0.1875:all:1e-4:20e6 0.125x3:best:best:5e6
 
-An arm is RATIO[xBITS]:TRAIN:RATE:TOKENS: a conversion in layout latent, whose latents have 16 bits or as many as it
-says; what of it is trained, at which rate, on how many tokens. ``best`` for both stands for those of the finished arms
-of that conversion (else of any) that ended with the smallest loss on held-out windows. All arms train on one text that
-the source writes, keep their last weights, and are read back and compared with the source in float32 on texts that none
-of them saw.
+An arm is RATIO[xBITS]:TRAIN:RATE:TOKENS[:own][:full]: a conversion in layout latent, whose latents have 16 bits or as
+many as it says; what of it is trained, at which rate, on how many tokens. ``best`` for both stands for those of the
+finished arms of that conversion (else of any) that ended with the smallest loss on held-out windows. With ``own`` the
+conversion has written a tenth of the text, with ``full`` it is also compared by probes and by what it writes. All arms
+train on one text that the source writes, keep their last weights, and are read back and compared with the source in
+float32 on texts that none of them saw.
 
 The first row is the text, the next ones are the conversion of the first arm and the source over quantised KV caches.
 An arm is not begun when it would not end within ``minutes``, by the speed of those before; a row that fails says why,
@@ -21,7 +22,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import mha2mla
 from benchmarks.recording import Recording, command
+from mha2mla.conversion.calibration.blocks import TokenBlocks
+from mha2mla.conversion.calibration.generated_text import generate_windows
 from mha2mla.conversion.resume import WorkFolder
 from mha2mla.conversion.source.opening import open_source
 from mha2mla.environment import compute_device
+from mha2mla.eval.generation import GenerationSettings
 from mha2mla.eval.loading import load_model, load_tokenizer
+from mha2mla.eval.probes import SPAN, ProbeSettings
 from mha2mla.eval.quality import TEXTS, evaluate_quality
 from mha2mla.eval.quantized_caches import KVCodes
 from mha2mla.healing.settings import DEFAULT_TEXT, Settings
-from mha2mla.healing.text import describe_text, training_text
+from mha2mla.healing.text import describe_text, source_perplexity, training_text
 from mha2mla.trial_models import fetch_smollm2
 
 # The most telling ones first: what to train and at which rate, the control, ranks with bits, more tokens.
@@ -49,6 +54,7 @@ ARMS = (
 )
 COLUMNS = ("name", "bytes", "train", "rate", "tokens", "seconds", "tokens_per_second", "flop_share", "kl_held_out")
 _BITS = 16
+OWN_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -60,17 +66,21 @@ class Arm:
     train: str
     rate: str
     tokens: int
+    own: bool = False
+    full: bool = False
 
     @classmethod
     def of(cls, text: str) -> Arm:
         """Raises ValueError where ``text`` has another form."""
         try:
-            conversion, train, rate, tokens = text.split(":")
+            conversion, train, rate, tokens, *more = text.split(":")
             ratio, _, bits = conversion.partition("x")
             float(ratio), int(bits or _BITS), rate == "best" or float(rate)
-            return cls(text, conversion, train, rate, int(float(tokens)))
+            if set(more) <= {"own", "full"}:
+                return cls(text, conversion, train, rate, int(float(tokens)), "own" in more, "full" in more)
         except ValueError:
-            raise ValueError(f"arms has {text!r}; expected RATIO[xBITS]:TRAIN:RATE:TOKENS") from None
+            pass
+        raise ValueError(f"arms has {text!r}; expected RATIO[xBITS]:TRAIN:RATE:TOKENS[:own][:full]")
 
     def resolve(self, losses: dict[Arm, float]) -> Arm:
         """This arm with ``best`` replaced, given the losses of finished ones."""
@@ -79,7 +89,19 @@ class Arm:
         train = found.train if self.train == "best" else self.train
         rate = found.rate if self.rate == "best" else self.rate
         name = self.name if (train, rate) == (self.train, self.rate) else f"{self.name} ({train} {rate})"
-        return Arm(name, self.conversion, train, rate, self.tokens)
+        return replace(self, name=name, train=train, rate=rate)
+
+
+def perplexities_of_own_text(
+    source: torch.nn.Module, converted: torch.nn.Module, tokenizer: Any, length: int, count: int
+) -> dict[str, float]:
+    """The source's perplexity of what each model writes from the same prompts at temperature 1: a likelihood under the
+    source's own context hides where a model leads itself."""
+    found = {}
+    for name, model in (("source", source), ("converted", converted)):
+        windows = generate_windows(model, tokenizer, length, count, seed=0)
+        found[f"perplexity_of_{name}s_text"] = source_perplexity(source, TokenBlocks.of(windows))
+    return found
 
 
 def study(
@@ -97,6 +119,7 @@ def study(
     texts: list[str] | None = None,
     lengths: list[int] | None = None,
     max_tokens: int = 8192,
+    prompts: int = 64,
     text_only: bool = False,
     minutes: float = 8.0,
     device: str | None = None,
@@ -107,7 +130,7 @@ def study(
     Args:
         model: folder of a source; default SmolLM2-135M-Instruct.
         work: folder for conversions and healed models; conversions that lie there are not made again.
-        arms: RATIO[xBITS]:TRAIN:RATE:TOKENS each.
+        arms: RATIO[xBITS]:TRAIN:RATE:TOKENS[:own][:full] each.
         preset: of the conversions.
         text_tokens: different ones that the source writes.
         batch_tokens: of a step. tokens_at_once: of a pass.
@@ -116,6 +139,7 @@ def study(
         texts: to compare on; default three builtin ones.
         lengths: of windows to compare in; default 512 and 8192.
         max_tokens: of each text and length.
+        prompts: that a full comparison continues, and texts that the models write in it.
         text_only: end after the text's row.
         minutes: for all rows.
         device: cpu, cuda, …; default CUDA when there is one.
@@ -170,13 +194,22 @@ def study(
                 mha2mla.convert(source, target, recipe, evaluation_tokens=512, device=place, progress=False)
             made[name], seconds = target, time.perf_counter() - started
             caches = () if len(made) > 1 else tuple(KVCodes(bits) for bits in (4, 3, 2))
-            compare(f"{name} converted", target, caches, seconds=seconds)
+            is_full = any(arm.full and arm.conversion == name for arm in chosen)
+            compare(f"{name} converted", target, caches, is_full, seconds=seconds)
         return made[name]
 
-    def compare(name: str, checkpoint: Path, caches: tuple[KVCodes, ...] = (), **more: Any) -> None:
-        found = evaluate_quality(
-            original, checkpoint, tokenizer=tokenizer, **compared, caches=caches, device=place, progress=False
-        ).rows
+    def compare(name: str, checkpoint: Path, caches: tuple[KVCodes, ...], is_full: bool, **more: Any) -> None:
+        how = {"tokenizer": tokenizer, "device": place, "progress": False, "caches": caches, **compared}
+        model = load_model(checkpoint, "converted", device=place, dtype=torch.float32)
+        if is_full:
+            short = min(compared["lengths"])
+            how |= {"probes": ProbeSettings(lengths=(short,), gaps=(max(short, SPAN),), text=compared["texts"][-1])}
+            how |= {"generation": GenerationSettings((short // 8,), 64, prompts, text=compared["texts"][-1])}
+            more |= perplexities_of_own_text(original, model, tokenizer, short, prompts)
+        report = evaluate_quality(original, model, **how)
+        for kind in ("probes", "generation"):
+            more |= {kind: [row.to_dict() for row in getattr(report, kind)]} if is_full else {}
+        found = report.rows
         for cache in dict.fromkeys(row.cache for row in found):
             rows = [row for row in found if row.cache == cache]
             numbers = {"bytes": rows[0].cache_share}
@@ -197,7 +230,7 @@ def study(
         report = mha2mla.heal(
             source, conversion, folder / "healed", preset="standard", tokens=arm.tokens, rate=float(arm.rate),
             train=arm.train, keep="last", overwrite=True, resume="never", log=folder / "curve.json", device=place,
-            progress=False, **settings,
+            progress=False, own_share=OWN_SHARE if arm.own else 0.0, **settings,
         )  # fmt: skip
         trained = report.trained
         losses[arm], speed = trained.held_out_last, trained.tokens_per_second
@@ -205,7 +238,7 @@ def study(
         row |= {"seconds": trained.seconds, "tokens_per_second": speed, "flop_share": report.flop_share}
         row |= {"kl_held_out": trained.held_out_last, "kl_held_out_before": trained.held_out_before}
         row |= {"healing": report.to_dict() | {"rows": list(report.rows)}}
-        compare(arm.name, folder / "healed", **row)
+        compare(arm.name, folder / "healed", (), arm.full, **row)
         overhead = time.perf_counter() - started - trained.tokens / speed
 
     for arm in chosen:

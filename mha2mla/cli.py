@@ -115,6 +115,7 @@ def heal(
     length: int | None = None,
     long_length: int | None = None,
     long_share: float = 0.2,
+    own_share: float = 0.0,
     batch_tokens: int | None = None,
     tokens_at_once: int | None = None,
     checkpointing: healing.Checkpointing = "auto",
@@ -148,6 +149,7 @@ def heal(
         length: tokens of a short window.
         long_length: tokens of a long window, a multiple of length.
         long_share: share of the tokens that stand in long windows.
+        own_share: share of the tokens that the converted model writes itself, in short windows.
         batch_tokens: of an optimizer step.
         tokens_at_once: of a pass, as memory allows.
         checkpointing: whether activations are recomputed to save memory; auto does where hidden states are wide.
@@ -163,8 +165,9 @@ def heal(
     given = {
         "minutes": minutes, "tokens": tokens, "train": train, "rate": rate, "latent_rate": latent_rate,
         "lora_rank": lora_rank, "text_tokens": text_tokens, "length": length, "long_length": long_length,
-        "long_share": long_share, "batch_tokens": batch_tokens, "tokens_at_once": tokens_at_once,
-        "checkpointing": checkpointing, "evaluations": evaluations, "keep": keep, "seed": seed,
+        "long_share": long_share, "own_share": own_share, "batch_tokens": batch_tokens,
+        "tokens_at_once": tokens_at_once, "checkpointing": checkpointing, "evaluations": evaluations,
+        "keep": keep, "seed": seed,
     }  # fmt: skip
     healing.Settings.of(preset, **given)
     check_text(text)

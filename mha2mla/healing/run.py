@@ -39,7 +39,7 @@ from mha2mla.healing.processes import Processes, own_device
 from mha2mla.healing.record import HealingReport, check_pair, write_healed, write_record
 from mha2mla.healing.settings import DEFAULT_TEXT, PresetName, Settings
 from mha2mla.healing.student import Models, load_models
-from mha2mla.healing.text import describe_text, hold_out, source_perplexity, text_name, training_text
+from mha2mla.healing.text import describe_text, hold_out, source_perplexity, text_name, training_text, with_own_windows
 from mha2mla.healing.training import Distillation, last_checkpoint, tokens_in, train
 from mha2mla.pipeline.check import EVALUATION_TEXT, EVALUATION_TOKENS, HeldOut, source_folder
 from mha2mla.sizing import recognize_gpu
@@ -138,6 +138,13 @@ def heal(
                     digests=digests, work=pieces, progress=progress,
                 )
             )  # fmt: skip
+            if chosen.own_share:
+                blocks = processes.share(
+                    lambda: with_own_windows(
+                        blocks, opened.folder, chosen, place,
+                        digests=request["converted"], work=pieces, progress=progress,
+                    )
+                )  # fmt: skip
             text_seconds = time.perf_counter() - text_started
             blocks, held_out = hold_out(blocks)
             if weights is not None:

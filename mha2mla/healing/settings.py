@@ -49,6 +49,7 @@ class Settings:
         text_tokens: different tokens of text, at most; more training passes over them again.
         length, long_length: tokens of a window; the first divides the second.
         long_share: share of the tokens that stand in long windows.
+        own_share: share of the tokens, in short windows, that the converted model writes in place of the text's.
         batch_tokens: of an optimizer step, in whole passes.
         tokens_at_once: of a forward and backward pass, in whole long windows.
         checkpointing: whether the backward pass recomputes activations; "auto" where hidden states have 2048 elements
@@ -74,6 +75,7 @@ class Settings:
     latent_rate: float | None = None
     lora_rank: int = 16
     long_share: float = 0.2
+    own_share: float = 0.0
     checkpointing: str = "auto"
     evaluations: int = 10
     keep: str = "best"
@@ -94,8 +96,9 @@ class Settings:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
                 raise ValueError(f"{name} is {value!r:.80}; expected a number above 0")
-        if not 0 <= self.long_share <= 1:
-            raise ValueError(f"long_share is {self.long_share!r:.80}; expected a number from 0 to 1")
+        for name in ("long_share", "own_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)!r:.80}; expected a number from 0 to 1")
         if self.long_length % self.length:
             raise ValueError(f"long_length is {self.long_length}; expected a multiple of length={self.length}")
         if self.minutes is None and self.tokens is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,9 @@ def training_text(
         windows[:, : len(start)] = torch.tensor(start, dtype=torch.int64)
         parts += [read[:long], windows]
     for name in own:
-        blocks = _share(written // len(own), settings)
-        parts += _written(source, tokenizer, name, blocks, settings, device, digests, work, progress)
+        long, short = _share(written // len(own), settings)
+        asked = {size: long, settings.length: short * (size // settings.length)}
+        parts += _written(source.folder, tokenizer, name, asked, settings, device, digests, work, progress)
     by_length: dict[int, list[Tensor]] = {}
     for part in parts:
         if len(part):
@@ -99,28 +101,26 @@ def _share(blocks: int, settings: Settings) -> tuple[int, int]:
 
 
 def _written(
-    source: Source,
+    folder: Path,
     tokenizer: Any,
     name: str,
-    blocks: tuple[int, int],
+    asked: Mapping[int, int],
     settings: Settings,
     device: torch.device,
     digests: Mapping[str, str],
     work: WorkFolder,
     progress: bool,
 ) -> list[Tensor]:
-    """Windows [blocks, long_length] and [windows, length] that the source writes, or wrote for an earlier run.
+    """Windows of each length, as many as ``asked``, that the model in ``folder`` writes, or wrote for an earlier run.
 
     Long windows are one continuation; short ones of rows as calibration writes them.
     """
-    per_block = settings.long_length // settings.length
-    counts = {settings.long_length: blocks[0], settings.length: blocks[1] * per_block}
-    asked = {length: count for length, count in counts.items() if count}
+    asked = {length: count for length, count in asked.items() if count}
     machine = [device_name(device), torch.__version__, installed_version("transformers"), code_hash()]
     kept = kept_text([name, dict(digests), machine, sorted(asked.items()), settings.seed])
     if (found := read_piece(kept, kept.stem)) is not None:
         return [found[0][str(length)] for length in asked]
-    model = AutoModelForCausalLM.from_pretrained(source.folder, dtype=usual_dtype(device), trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=usual_dtype(device), trust_remote_code=False)
     model = model.eval().to(device)
     made = {}
     for length, count in asked.items():
@@ -131,6 +131,34 @@ def _written(
         warnings.warn(f"the text is not kept for later runs of this source: {why}", stacklevel=2)
     work.discard(PIECES)
     return list(made.values())
+
+
+def with_own_windows(
+    blocks: TokenBlocks,
+    converted: Path,
+    settings: Settings,
+    device: torch.device,
+    *,
+    digests: Mapping[str, str],
+    work: WorkFolder,
+    progress: bool,
+) -> TokenBlocks:
+    """``blocks`` of which the converted model has written the first, ``settings.own_share`` of the tokens: it is also
+    trained where its own mistakes lead (arXiv 2306.13649). At most half of the short windows are replaced.
+
+    Args:
+        converted: its folder.
+        digests: SHA-256 of the conversion's files.
+    """
+    short = blocks.window_lengths[0]
+    count = min(round(settings.own_share * len(blocks)), len(blocks.of_length(short)) // 2)
+    if not count:
+        return blocks
+    asked = {short: count * blocks.size // short}
+    settings = replace(settings, seed=settings.seed + 1)  # other documents than the source's
+    tokenizer = read_tokenizer(str(converted), "converted")
+    (own,) = _written(converted, tokenizer, GENERATED, asked, settings, device, digests, work, progress)
+    return replace(blocks, tokens=torch.cat((own.view(count, -1), blocks.tokens[count:])))
 
 
 def hold_out(blocks: TokenBlocks) -> tuple[TokenBlocks, TokenBlocks]:

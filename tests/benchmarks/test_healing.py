@@ -24,6 +24,7 @@ def study(tiny_source, tmp_path, *arms, right=True, **keys):
         "texts": ["builtin:prose"],
         "lengths": [48, 96],
         "max_tokens": 96,
+        "prompts": 2,
         "device": "cpu",
         "json": str(tmp_path / "rows.json"),
     }
@@ -37,7 +38,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_a_study_from_end_to_end(tiny_source, tmp_path, capsys):
-    arms = ("0.5:attention:1e-4:512", "0.5:all:1e-4:512", "1.0:attention:1e-4:512", "0.25x4:best:best:1024")
+    arms = ("0.5:attention:1e-4:512", "0.5:all:1e-4:512", "1.0:attention:1e-4:512", "0.25x4:best:best:1024:own:full")
     rows = study(tiny_source, tmp_path, *arms)
     source = [f"source, KV {bits} bits, keys by channel" for bits in (4, 3, 2)]
     assert list(rows)[:6] == ["text", "0.5 converted", *source, "0.5:attention:1e-4:512"]
@@ -46,8 +47,12 @@ def test_a_study_from_end_to_end(tiny_source, tmp_path, capsys):
     assert full["healing"]["trained"]["kept_step"] == 2
     assert rows["0.5:all:1e-4:512"]["tokens"] == 512 and rows["0.5 converted"]["bytes"] == 0.5
     assert (last["tokens"], last["bytes"]) == (1024, rows["0.25x4 converted"]["bytes"])
-    assert last["name"].startswith("0.25x4:best:best:1024 (a")
-    assert len(list((tmp_path / "cache" / "texts").iterdir())) == 1, "every arm trains on the same text"
+    assert last["name"].startswith("0.25x4:best:best:1024:own:full (a")
+    assert len(list((tmp_path / "cache" / "texts").iterdir())) == 2, "one text for all arms, and a conversion's own"
+    assert last["healing"]["settings"]["own_share"] == healing.OWN_SHARE
+    for row in (last, rows["0.25x4 converted"]):
+        assert row["perplexity_of_sources_text"] > 1 and row["perplexity_of_converteds_text"] > 1
+        assert row["generation"][0]["num_prompts"] == 2 and row["probes"]
     curve = json.loads((tmp_path / "work" / "curve.json").read_text(encoding="utf-8"))
     assert curve == last["healing"]["trained"]["curve"]
     made = {path: path.stat().st_mtime_ns for path in (tmp_path / "work").glob("*-minimal-*/model.safetensors")}
@@ -65,7 +70,9 @@ def test_an_arm_that_fails_leaves_the_others(tiny_source, tmp_path):
     assert rows["0.5:attention:1e-4:512"]["tokens"] == 512
 
 
-@pytest.mark.parametrize("text", ["0.5", "half:all:1e-4:512", "0.5:all:fast:512", "0.5x:all:best:much"])
+@pytest.mark.parametrize(
+    "text", ["0.5", "half:all:1e-4:512", "0.5:all:fast:512", "0.5x:all:best:much", "0.5:all:1e-4:512:half"]
+)
 def test_an_arm_of_another_form_is_refused(text):
     with pytest.raises(ValueError, match=f"arms has '{text}'; expected RATIO"):
         healing.Arm.of(text)

@@ -16,7 +16,7 @@ from mha2mla.checkpoints import CheckpointError
 from mha2mla.conversion.result.writer import DestinationError
 from mha2mla.conversion.resume import ResumeError
 from mha2mla.eval.inspection import verify_weights
-from mha2mla.healing import run, student, training
+from mha2mla.healing import run, student, text, training
 from tests.commands import ROOT
 from tests.conversion import tiny
 from tests.conversion.tiny import SHORT
@@ -100,6 +100,19 @@ def test_healed_checkpoint_is_a_conversion_with_both_figures(folders, tmp_path):
     assert torch.isfinite(model(ids).logits).all()
     again = heal((folders[0], tmp_path / "out"), tmp_path / "twice")  # is a conversion of the source still
     assert again.trained.steps == 10
+
+
+def test_a_share_of_the_text_is_the_conversions_own(folders, tmp_path, monkeypatch):
+    written, write = [], text.generate_windows
+
+    def counting(model, tokenizer, length, count, **keys):
+        written.append((model.config.model_type, length * count))
+        return write(model, tokenizer, length, count, **keys)
+
+    monkeypatch.setattr(text, "generate_windows", counting)
+    keys = {"text": "builtin:prose", "text_tokens": 1280, "length": 32, "long_length": 32}
+    report = heal(folders, tmp_path / "out", own_share=0.1, **keys)
+    assert written == [("mha2mla", 128)] and report.text["unique_tokens"] == 1280 - 64
 
 
 class Steps:

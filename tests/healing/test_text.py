@@ -1,11 +1,15 @@
 """Text of healing: shares of windows, what is held out, what is written once."""
 
+import dataclasses
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from mha2mla.conversion.calibration.blocks import TokenBlocks
+from mha2mla.conversion.calibration.generated_text import generate_windows
 from mha2mla.conversion.resume import WorkFolder
-from mha2mla.conversion.source.opening import open_source
+from mha2mla.conversion.source.opening import open_source, read_tokenizer
 from mha2mla.healing import text
 from mha2mla.healing.settings import Settings
 from tests.conversion import tiny
@@ -77,6 +81,25 @@ def test_both_generated_texts_share_the_tokens(source, tmp_path):
     )
     rows = sorted(map(tuple, [*usual.tokens.tolist(), *diverse.tokens.tolist()]))
     assert sorted(map(tuple, blocks.tokens.tolist())) == rows and not torch.equal(usual.tokens, diverse.tokens)
+
+
+def test_the_converted_model_writes_a_share(source, tmp_path):
+    """Of the short windows, the first; kept apart from the source's text, which stays what it was."""
+    tiny.convert(source.folder, tmp_path / "converted", {"layout": "latent", "cache_ratio": 0.25, **tiny.SHORT})
+    converted, tokenizer = tmp_path / "converted", read_tokenizer(str(source.folder), "source")
+    blocks, keys = made(source, "generated", tmp_path), {"digests": {"a": "b"}, "progress": False}
+    work = WorkFolder(tmp_path / "work", {})
+    for share, count in ((0.125, 2), (1.0, 6)):
+        settings = dataclasses.replace(SETTINGS, own_share=share)
+        mixed = text.with_own_windows(blocks, converted, settings, torch.device("cpu"), work=work, **keys)
+        assert mixed.lengths == blocks.lengths and torch.equal(mixed.tokens[count:], blocks.tokens[count:])
+        windows = mixed.tokens[:count].view(-1, 16)
+        model = AutoModelForCausalLM.from_pretrained(converted)
+        written = generate_windows(model, tokenizer, 16, len(windows), seed=SETTINGS.seed + 1 + 16, row=512)
+        assert torch.equal(windows, written)
+    assert len(list((tmp_path / "cache" / "texts").iterdir())) == 3
+    none = text.with_own_windows(blocks, converted, SETTINGS, torch.device("cpu"), work=work, **keys)
+    assert torch.equal(none.tokens, blocks.tokens)
 
 
 def test_held_out_blocks_are_no_others(source):
