@@ -75,16 +75,10 @@ def attention_combine_reference(
     return (weight * part).sum(0).to(dtype or partial_out.dtype), total
 
 
-def _empty(
-    partial_out: Tensor, partial_lse: Tensor, num_splits: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    return partial_out.new_empty(partial_out.shape[1:], dtype=dtype), partial_lse.new_empty(partial_lse.shape[1:])
-
-
 register_kernel(
     "attention_combine(Tensor partial_out, Tensor partial_lse, Tensor? num_splits, ScalarType dtype,"
     " bool compiled) -> (Tensor, Tensor)",
     attention_combine_reference,
-    _empty,
+    lambda out, lse, _, dtype: (out.new_empty(out.shape[1:], dtype=dtype), lse.new_empty(lse.shape[1:])),
     "mha2mla.kernels.split_kv.combine:launch_attention_combine",
 )

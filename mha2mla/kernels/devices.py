@@ -73,6 +73,7 @@ def on_device(device: torch.device) -> AbstractContextManager:
 
 
 LIBRARY = torch.library.Library("mha2mla", "FRAGMENT")
+load = cache(resolve_name)  # what imports TileLang, by "module:function", when it is needed
 
 
 def in_plain_eager_mode(tensor: Tensor) -> bool:
@@ -120,10 +121,7 @@ def register_kernel(
         if not compiled:
             return reference(*given)
         made = empty(*given)
-        _load(launch)(*given, *(made if isinstance(made, tuple) else () if made is None else (made,)))
+        load(launch)(*given, *(made if isinstance(made, tuple) else () if made is None else (made,)))
         return made
 
     return register(schema, call, lambda *arguments: empty(*arguments[:-1]), reference)
-
-
-_load = cache(resolve_name)

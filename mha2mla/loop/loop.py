@@ -123,8 +123,7 @@ class Loop:
         Raises:
             ValueError: it is empty, or longer with its answer than ``max_length``, or than all pages together.
         """
-        request = Request(prompt, sampling or Sampling())
-        self._check(request)
+        request = self._request(prompt, sampling)
         self.scheduler.add(request)
         return request
 
@@ -135,15 +134,13 @@ class Loop:
             ValueError: as :meth:`add`.
         """
         self.drain()
-        twin = Request(request.tokens, sampling or request.sampling)
-        self._check(twin)
+        twin = self._request(request.tokens, sampling or request.sampling)
         self.scheduler.fork(request, twin)
         return twin
 
     def adopt(self, prompt: Sequence[int], sequence: int, sampling: Sampling | None = None) -> Request:
         """Runs a prompt of which a sequence of ``cache`` holds the first tokens; see :meth:`Scheduler.adopt`."""
-        request = Request(prompt, sampling or Sampling())
-        self._check(request)
+        request = self._request(prompt, sampling)
         self.scheduler.adopt(request, sequence)
         return request
 
@@ -208,12 +205,14 @@ class Loop:
         self.progress.preemptions = self.scheduler.preemptions
         return given
 
-    def _check(self, request: Request) -> None:
+    def _request(self, prompt: Sequence[int], sampling: Sampling | None) -> Request:
+        request = Request(prompt, sampling or Sampling())
         most = len(request.prompt) + request.sampling.max_new_tokens
         if most > self.max_length:
             raise ValueError(
                 f"prompt and answer have up to {most} tokens; expected at most max_length={self.max_length}"
             )
+        return request
 
 
 def _pages_for(one: PagedCache, most: int) -> int:

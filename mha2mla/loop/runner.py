@@ -65,7 +65,8 @@ class Runner:
         """
         new = {chunk.sequence: chunk.count for chunk in chunks}
         if all(chunk.count == 1 for chunk in chunks) and self.uncaptured is None:
-            rows = self._bucket(len(chunks))
+            rows = next((size for size in (1, 2, 4, 8) if size >= len(chunks)), -(-len(chunks) // 8) * 8)
+            rows = min(rows, self.max_sequences)
             graph = self.graphs.get(rows) or self._record(rows)
             batch = self.cache.extend(new, max_pages=self.max_pages, num_sequences=rows)
             graph.step.load(batch)
@@ -76,9 +77,6 @@ class Runner:
         batch = self.cache.extend(new)
         ordered, tokens, slots = self._inputs(chunks, batch)
         return self.model.forward_batch(tokens, self.cache.step(batch)), ordered, slots
-
-    def _bucket(self, rows: int) -> int:
-        return min(next((b for b in (1, 2, 4, 8) if b >= rows), -(-rows // 8) * 8), self.max_sequences)
 
     def _inputs(self, chunks: Sequence[Chunk], batch: SequenceBatch) -> tuple[list[Chunk | None], Tensor, Tensor]:
         """The chunk of each row, the batch's tokens [N], of which the device knows some alone, and slots [B]."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mha2mla.modeling.batch import SequenceBatch
 from mha2mla.modeling.cache_layout import PAGE_SIZE
@@ -34,10 +34,6 @@ class BatchModel:
 
     def _batch_logits(self, batch: SequenceBatch, arguments: dict[str, Any], kept: Tensor | None) -> Tensor:
         """[len(kept) or N, vocabulary] of tokens ``kept``, None: of all N; ``arguments`` are the base model's."""
-        raise NotImplementedError
-
-    def get_output_embeddings(self) -> nn.Module:
-        """The module that makes logits."""
         raise NotImplementedError
 
     def paged_cache(

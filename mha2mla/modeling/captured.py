@@ -189,10 +189,6 @@ class DecodeGraphs:
             self._store().keep(self, pages.nbytes)
         return _Graph(buffers, logits, replay)
 
-    def are_for(self, store: GraphStore, weights: tuple) -> bool:
-        """True where nothing is recorded, or that model's steps, by its ``fingerprint``."""
-        return self._store() is store and (self._pages is None or weights == self._weights)
-
     def new_cache(self, rows: int, room: int, weights: tuple, config: MHA2MLAConfig) -> LatentCache | None:
         """An empty cache over the pages, if nobody has the one before any more and it would do."""
         pages = self._pages
@@ -266,8 +262,10 @@ class GraphStore:
 
     def steps_for(self, model: PreTrainedModel, cache: LatentCache) -> DecodeGraphs:
         """Graphs of a cache that the caller brings; new ones where the weights changed."""
-        if cache.captured is not None and cache.captured.are_for(self, fingerprint(model)):
-            return cache.captured
+        captured = cache.captured
+        is_own = captured is not None and captured._store() is self
+        if is_own and (captured._pages is None or captured._weights == fingerprint(model)):
+            return captured
         return DecodeGraphs(self, is_kept=False)
 
 

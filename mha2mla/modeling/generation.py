@@ -59,10 +59,6 @@ class LatentGenerationMixin(GenerationMixin):
                 setattr(prepared, name, given)
         return prepared, model_kwargs
 
-    def _config_of_cache(self, generation_config: GenerationConfig) -> MHA2MLAConfig:
-        """The model's; a copy with the options that ``generate`` was given, if it was."""
-        return self.config.with_options(**{name: getattr(generation_config, name, None) for name in _CACHE_OPTIONS})
-
     def prepare_inputs_for_generation(
         self, *args: Any, past_key_values: Cache | None = None, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
@@ -115,7 +111,7 @@ class LatentGenerationMixin(GenerationMixin):
         Raises:
             ValueError: an option of ``_CACHE_OPTIONS`` is not what a cache that the caller brings was made with.
         """
-        config = self._config_of_cache(generation_config)
+        config = self.config.with_options(**{name: getattr(generation_config, name, None) for name in _CACHE_OPTIONS})
         kind = generation_config.cache_implementation
         if (
             generation_config.use_cache is False

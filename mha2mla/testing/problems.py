@@ -339,20 +339,14 @@ def _op_of(inputs: dict[str, Any]) -> tuple[PagedOp, tuple[str, ...], tuple[str,
     return op, tuple(queries), tuple(caches)
 
 
-def dequantized(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The same call over float64 latents, if it is one over e4m3 codes: no 16-bit type holds their products."""
-    if inputs.get("latent_scale") is None:
-        return inputs
-    latent = dequantize_latent(inputs["latent_cache"], inputs["latent_scale"], torch.float64)
-    return {name: value for name, value in inputs.items() if name != "latent_scale"} | {"latent_cache": latent}
-
-
 def with_keys(inputs: dict[str, Any], dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     """The same call over a cache that also holds rotary keys, in ``dtype``, if it is one over the latent alone.
 
     e4m3 latents are dequantised. Each page has to belong to one sequence, as :meth:`Problem.inputs` makes them.
     """
-    inputs = dequantized(inputs)
+    if inputs.get("latent_scale") is not None:  # in float64: no 16-bit type holds products of e4m3 codes
+        latent = dequantize_latent(inputs["latent_cache"], inputs["latent_scale"], torch.float64)
+        inputs = {name: value for name, value in inputs.items() if name != "latent_scale"} | {"latent_cache": latent}
     rope: LatentRope | None = inputs.get("rope")
     if rope is None:
         return inputs

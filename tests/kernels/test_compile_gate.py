@@ -6,8 +6,10 @@ import pytest
 
 pytest.importorskip("tilelang", reason="TileLang is not installed")
 
+import tilelang.language as T
+
 from mha2mla.kernels.gqa_decode.api import GQA
-from mha2mla.kernels.machine import SMALL_PASS_CONFIGS
+from mha2mla.kernels.machine import SMALL_PASS_CONFIGS, check_arguments
 from mha2mla.kernels.mla_decode.api import FP8, LATENT, LATENT_FP8, MLA
 from mha2mla.kernels.split_kv.choice import shared_memory_limit
 from mha2mla.kernels.split_kv.combine import SIZES, combine_rows, make_combine
@@ -130,3 +132,17 @@ def test_combine_fits_before_hopper():
 def test_planner_fits(capability):
     smallest = shared_memory_limit(89)  # of the GPUs that are served
     gate(make_plan(), SMALL_PASS_CONFIGS, capability, min(smallest, shared_memory_limit(capability)))
+
+
+def test_two_arguments_of_one_name_are_refused():
+    """On an H200 every append was refused by its own wrapper, which no compilation and no CPU target had noticed."""
+
+    @T.prim_func
+    def copies(first: T.Tensor([8], T.float32), second: T.Tensor([8], T.float32), out: T.Tensor([8], T.float32)):
+        with T.Kernel(1, threads=8):
+            for tensor in (first, second):
+                for i in T.Parallel(8):
+                    out[i] = tensor[i]
+
+    with pytest.raises(ValueError, match="arguments of copies are named tensor, tensor, out; expected distinct names"):
+        check_arguments(copies)

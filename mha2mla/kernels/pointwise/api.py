@@ -55,21 +55,11 @@ def silu_mul(gate: Tensor, up: Tensor, *, backend: str | None = None) -> Tensor:
 
 
 def rms_norm_reference(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Oracle of :func:`rms_norm`, on any rows."""
+    """Oracle of :func:`rms_norm`, on any rows; without a residual the second result is empty, since x is not new."""
     total = x if residual is None else residual + x
     wide = total.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype), total
-
-
-def silu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:
-    """Oracle of :func:`silu_mul`, on any rows."""
-    return F.silu(gate) * up
-
-
-def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    normed, total = rms_norm_reference(x, residual, weight, eps)
-    return normed, x.new_empty(0) if residual is None else total  # not x: outputs are new tensors
+    return weight * wide.to(x.dtype), x.new_empty(0) if residual is None else total
 
 
 def _empty_norm(x: Tensor, residual: Tensor | None, *_: object) -> tuple[Tensor, Tensor]:
@@ -79,13 +69,13 @@ def _empty_norm(x: Tensor, residual: Tensor | None, *_: object) -> tuple[Tensor,
 
 _rms_norm_op = register_kernel(
     "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, bool compiled) -> (Tensor, Tensor)",
-    _norm,
+    rms_norm_reference,
     _empty_norm,
     "mha2mla.kernels.pointwise.kernel:launch_rms_norm",
 )
 _silu_mul_op = register_kernel(
     "silu_mul(Tensor gate, Tensor up, bool compiled) -> Tensor",
-    lambda gate, up: silu_mul_reference(gate, up).contiguous(),
+    lambda gate, up: (F.silu(gate) * up).contiguous(),
     lambda gate, _: torch.empty_like(gate, memory_format=torch.contiguous_format),
     "mha2mla.kernels.pointwise.kernel:launch_silu_mul",
 )

@@ -136,14 +136,10 @@ def up_project(x: Tensor, weight: Tensor, *, transposed: bool = False) -> Tensor
     return out
 
 
-def _empty_linear(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, gated: bool) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0] // (1 + gated))
-
-
 _skinny_linear_op = register_kernel(
     "skinny_linear(Tensor x, Tensor weight, Tensor? bias, int groups, bool gated, bool compiled) -> Tensor",
     skinny_linear_reference,
-    _empty_linear,
+    lambda x, weight, bias, groups, gated: x.new_empty(*x.shape[:-1], weight.shape[0] // (1 + gated)),
     "mha2mla.kernels.skinny_linear.streamed:launch_skinny_linear",
 )
 _project_w_uk_op = register_kernel(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.devices import capability, check_backend, dtype_name, in_plain_eager_mode, num_sms, register
+from mha2mla.kernels.devices import capability, check_backend, dtype_name, in_plain_eager_mode, load, num_sms, register
 from mha2mla.kernels.layouts import Argument, Layout, argument_error, check_aligned, check_float, check_scale
 from mha2mla.kernels.split_kv.choice import SEQLENS_Q
 from mha2mla.kernels.split_kv.plan import DecodePlan, allocate_plan, check_spans, check_splits, check_window
@@ -273,7 +273,7 @@ class PagedOp:
         served = dispatch(self, backend, *sizes.static, query.dtype, query.device)
         if served is None:
             check_spans(schedule, splits, cache_seqlens, cache_starts, block_table.shape[1] * sizes.page)
-            made = resolve_name(self.reference)(
+            made = load(self.reference)(
                 *data, *numbers, block_table, cache_seqlens, softmax_scale=softmax_scale, causal=causal,
                 cache_starts=cache_starts, window=None if window < 0 else window, sinks=sinks,
             )  # fmt: skip
@@ -289,7 +289,8 @@ class PagedOp:
                 "plan was made for the reference backend; expected one for TileLang, which serves this call"
             )
         settings = (softmax_scale, causal, window, sinks, *numbers)
-        return _launch()(self, *served, data, block_table, settings, buffers, out, lse, through)
+        launch = load("mha2mla.kernels.split_kv.launch:launch")
+        return launch(self, *served, data, block_table, settings, buffers, out, lse, through)
 
 
 def _empty_lse(like: Tensor, shape: Sequence[int]) -> Tensor:
@@ -315,13 +316,6 @@ def _check(op: PagedOp, *layouts: tuple | None) -> Sizes:
 
 
 _check_once = lru_cache(maxsize=4096)(_check)  # a decode loop asks in every layer
-
-
-@lru_cache(maxsize=1)
-def _launch() -> Callable[..., Callable[..., None] | None]:
-    from mha2mla.kernels.split_kv.launch import launch  # imports TileLang
-
-    return launch
 
 
 def compiled_shape(shape: Any) -> Any:

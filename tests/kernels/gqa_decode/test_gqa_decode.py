@@ -66,11 +66,10 @@ def test_a_cache_without_pages_is_one_with_pages():
 
 def test_empty_batch_empty_cache_and_size_one_are_served():
     inputs = dataclasses.replace(BASE, lengths=(0, 0)).inputs(torch.float32)
-    assert call(inputs).abs().sum() == 0
     none = {k: v[:0] if k in ("q", "block_table", "cache_seqlens") else v for k, v in inputs.items()}
-    assert call(none).shape == (0, 2, 6, 16)
+    assert not call(inputs).any() and call(none).shape == (0, 2, 6, 16)
     out, lse = call(inputs | {k: inputs[k][:0] for k in ("k_cache", "v_cache")}, return_lse=True)
-    assert out.abs().sum() == 0 and (lse == -torch.inf).all()
+    assert not out.any() and (lse == -torch.inf).all()
     one = GQAProblem(1, 1, 1, 1, (1,), page_size=1, slack=0).inputs(torch.float32)
     torch.testing.assert_close(call(one).flatten(), one["v_cache"][one["block_table"][0, 0].long()].flatten())
 
@@ -93,19 +92,6 @@ def test_bad_input_is_named(named):
     inputs = BASE.inputs(torch.float32)
     with pytest.raises(ValueError, match=named):
         call(inputs, **BAD[named](inputs))
-
-
-def test_a_plan_refuses_other_shapes():
-    inputs = BASE.inputs(torch.float32)
-    plan = BASE.plan(inputs)
-    assert (plan.shape, plan.capacity, plan.num_ctas) == ((3, 2, 6, 16), 96, 0)
-    out = torch.full((3, 2, 6, 16), torch.nan)
-    assert call(inputs, plan=plan, out=out) is out
-    assert torch.equal(out, call(inputs))
-    with pytest.raises(ValueError, match=r"plan was made for \[B, S_q, H, d\] = \(3, 2, 6, 16\)"):
-        call(dataclasses.replace(BASE, lengths=(4, 4)).inputs(torch.float32), plan=plan)
-    with pytest.raises(ValueError, match="causal=True; expected False"):
-        call(inputs, plan=plan, causal=False)
 
 
 def test_schema_and_fake_do_not_drift():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mha2mla.kernels import attention_combine, gqa_attention, mla_attention
-from mha2mla.kernels.mixed_attention.api import MAX_PARTIALS, gather_rows
+from mha2mla.kernels.mixed_attention.api import MAX_PARTIALS, _up_project, gather_rows
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent, quantize_latent
 from tests.kernels.mixed_attention.problems import (
     SCALE,
@@ -23,6 +23,7 @@ from tests.kernels.mixed_attention.problems import (
     widths_on_gpu,
 )
 from tests.kernels.oracles import attend_sequences
+from tests.ops import Calls
 
 
 @pytest.mark.parametrize("combined", [False, True])
@@ -228,6 +229,37 @@ def test_gqa_windows_and_sinks(limits):
     assert bool(layout_of(plan).waves) == (limits["window"] == 17)
     out = gqa_attention(query, keys, values, plan, softmax_scale=SCALE)
     assert error(out, gqa_exact(batch, query, keys, values, **limits)) < 2e-6
+
+
+# Parts of the names of ops that write nothing.
+VIEWS = ("view", "transpose", "expand", "unsqueeze", "slice", "select", "empty", "unflatten")
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "length", "maps"), [(1, 1, 2), (3, 1, 6), (2, 3, 6), (4, 2, 2), (1, 1, 6), (2, 1, 1)]
+)
+def test_every_head_goes_through_its_map(batch, length, maps, transposed):
+    """Around the absorbed form nothing is copied."""
+    torch.manual_seed(0)
+    whole = torch.randn(batch, length, 6, 14, dtype=torch.float64)
+    x = whole[..., 3:11]  # part of a wider projection, read where it lies
+    weight = torch.randn(maps, 8, 5, dtype=torch.float64)
+    given = weight.mT.contiguous() if transposed else weight
+    expected = torch.einsum("bshi,hio->bsho", x, weight.repeat_interleave(6 // maps, 0))
+    with torch.no_grad(), Calls() as calls:
+        out = _up_project(x, given, transposed)
+    torch.testing.assert_close(out, expected, rtol=1e-13, atol=1e-13)
+    copies = 1 if 1 < maps < 6 and batch * length > 1 else 0
+    writing = [name for name in calls.names if not any(view in name for view in VIEWS)]
+    assert out.is_contiguous() and writing == ["aten::clone"] * copies + ["aten::bmm.out"]
+    torch.testing.assert_close(_up_project(x.requires_grad_(), given, transposed), expected, rtol=1e-13, atol=1e-13)
+
+
+def test_gradients_pass_up_projections():
+    x, weight = torch.randn(2, 1, 4, 3, requires_grad=True), torch.randn(4, 3, 5, requires_grad=True)
+    _up_project(x, weight).square().sum().backward()
+    assert x.grad.shape == x.shape and weight.grad.shape == weight.shape
 
 
 @pytest.mark.gpu

@@ -73,16 +73,10 @@ def test_error_beside_the_original_cache():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"backend": "triton"}, "backend is 'triton'"),
         ({"backend": "tilelang"}, "backend is 'tilelang', which refuses this call"),
-        ({"softmax_scale": 0}, "softmax_scale is 0"),
-        ({"q_pe": torch.zeros(1, 1, 3, 8)}, r"q_pe.shape is \(1, 1, 3, 8\)"),
         ({"latent_cache": torch.zeros(5, 64, 32)}, "latent_cache.dtype is torch.float32"),
         ({"latent_scale": torch.zeros(5, 64)}, r"latent_scale.shape is \(5, 64\)"),
         ({"rope_cache": torch.zeros(4, 64, 3, 8)}, r"rope_cache.shape\[2\] \(G\) is 3"),
-        ({"block_table": torch.zeros(2, 1, dtype=torch.int32)}, r"block_table.shape is \(2, 1\)"),
-        ({"cache_seqlens": torch.zeros(1)}, "cache_seqlens.dtype is torch.float32"),
-        ({"q_latent": torch.zeros(1, 1, 4, 32, dtype=torch.int32)}, "q_latent.dtype is torch.int32"),
     ],
 )
 def test_refusals_name_the_argument(change, message):

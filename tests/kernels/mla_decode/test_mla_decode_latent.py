@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from mha2mla.kernels import LatentRope, explain_mla_decode, mla_decode, plan_mla_decode, quantize_latent, rotary_keys
-from mha2mla.kernels.mla_decode.api import LATENT
+from mha2mla.kernels import LatentRope, mla_decode, plan_mla_decode, quantize_latent, rotary_keys
 from mha2mla.testing.numeric_check import errors
 from mha2mla.testing.problems import LatentProblem, judge, with_keys
 from tests.kernels.problems import assert_right, torch_at
@@ -182,9 +181,3 @@ def test_a_plan_needs_no_rotary_cache():
     plan = BASE.plan(inputs)
     assert (plan.shape, plan.capacity, plan.num_ctas) == ((3, 2, 6, 24), 96, 0)
     assert torch.equal(mla_decode(**inputs, plan=plan), mla_decode(**inputs))
-
-
-def test_its_shape_and_why_no_kernel_serves_it_here():
-    assert LATENT.shape(6, 24, 8, 16, 2, "bfloat16") == BASE.shape()
-    assert BASE.cache_bytes() == 71 * 24 * 2
-    assert explain_mla_decode(BASE.geometry, 16, torch.bfloat16, "cpu") is not None

@@ -23,15 +23,20 @@ def append_arguments(tokens=11, width=48, dtype=torch.float32, device="cpu"):
     }
 
 
+def written(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """A copy of the cache [P, page, ...] with the rows that have a slot."""
+    cache = cache.clone()
+    for row, slot in zip(rows, slots.tolist(), strict=True):
+        if 0 <= slot < cache.shape[0] * cache.shape[1]:
+            cache[slot // cache.shape[1], slot % cache.shape[1]] = row
+    return cache
+
+
 def check_append(given: dict, **options) -> None:
     """Codes and scales are the reference's bit for bit; rope_cache and q_pe those of the unquantised op."""
     codes, scale = quantize_latent(given["latent"])
-    expected_codes, expected_scale = given["latent_cache"].clone().view(torch.uint8), given["latent_scale"].clone()
-    page = expected_scale.shape[1]
-    for token, slot in enumerate(given["slots"].tolist()):
-        if 0 <= slot < expected_scale.numel():
-            expected_codes[slot // page, slot % page] = codes[token].view(torch.uint8)
-            expected_scale[slot // page, slot % page] = scale[token]
+    expected_codes = written(given["latent_cache"].view(torch.uint8), codes.view(torch.uint8), given["slots"])
+    expected_scale = written(given["latent_scale"], scale, given["slots"])
     plain = {name: tensor.clone() for name, tensor in given.items() if name != "latent_scale"}
     plain["latent_cache"] = torch.zeros(plain["latent_cache"].shape, dtype=given["latent"].dtype).to(scale.device)
     expected = mla_append(**plain, **options)
@@ -93,15 +98,9 @@ def test_quantising_kernel_on_the_cpu_target(width):
         slots = torch.randperm(20, generator=make)[:tokens].int()
         slots[3::4] = torch.tensor([-1, 20])[: len(slots[3::4])]
         cache, scales = torch.full((5, 4, width), 7.0), torch.full((5, 4), 3.0)
-        kernel(rows, slots, cache, scales)
         _, scale = quantize_latent(rows)
-        expected, expected_scales = torch.full_like(cache, 7.0), torch.full_like(scales, 3.0)
-        for token, slot in enumerate(slots.tolist()):
-            if 0 <= slot < 20:
-                expected[slot // 4, slot % 4], expected_scales[slot // 4, slot % 4] = (
-                    rows[token] / scale[token],
-                    scale[token],
-                )
+        expected, expected_scales = written(cache, rows / scale[:, None], slots), written(scales, scale, slots)
+        kernel(rows, slots, cache, scales)
         assert torch.equal(scales.nan_to_num(-1), expected_scales.nan_to_num(-1))
         assert torch.allclose(cache, expected, rtol=2**-23, atol=0, equal_nan=True)
 
