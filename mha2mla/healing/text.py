@@ -197,11 +197,17 @@ def describe_text(blocks: TokenBlocks, vocabulary: int) -> dict[str, Any]:
 @torch.inference_mode()
 def source_perplexity(source: torch.nn.Module, blocks: TokenBlocks) -> float:
     """Perplexity of the source on the first windows of each length, at most 32,768 tokens of each."""
-    predictor, total, count = Predictor(source), 0.0, 0
+    # float32 of grouped heads would keep all scores of a long window on CUDA.
+    with torch.autocast(source.device.type, torch.bfloat16, enabled=source.device.type == "cuda"):
+        return _perplexity(Predictor(source), blocks)
+
+
+def _perplexity(predictor: Predictor, blocks: TokenBlocks) -> float:
+    device, total, count = predictor.model.device, 0.0, 0
     for length in blocks.window_lengths:
         windows = blocks.tokens[blocks.of_length(length).start : blocks.of_length(length).stop].reshape(-1, length)
         for ids in windows[: max(1, _MAX_MEASURED // length)].split(windows_at_once(length)):
-            logits, targets = predictor.next_tokens(ids), ids[:, 1:].flatten().to(source.device)
+            logits, targets = predictor.next_tokens(ids), ids[:, 1:].flatten().to(device)
             for start in range(0, len(targets), 512):
                 part = slice(start, start + 512)
                 total += torch.nn.functional.cross_entropy(logits(part).float(), targets[part], reduction="sum").item()
