@@ -16,6 +16,7 @@ from mha2mla.kernels import (
     MixedPlan,
     append_codes,
     append_w_uk,
+    decodes_codes,
     explain_attention_varlen,
     explain_gqa_decode,
     explain_mla_decode,
@@ -76,7 +77,9 @@ def _mla_plan_decode(
     dtype: torch.dtype,
 ) -> DecodePlan:
     geometry = constants.geometry
-    cache, _ = _stand_in(cache, block_table, geometry, dtype)
+    is_read = geometry.has_codes and _decodes_codes(backend, cache, geometry, query_length, dtype)
+    if not is_read:
+        cache, _ = _stand_in(cache, block_table, geometry, dtype)
     latent = cache["latent_cache"]
     shape = (block_table.shape[0], query_length, geometry.num_attention_heads, geometry.kv_lora_rank)
     return plan_mla_decode(
@@ -89,8 +92,21 @@ def _mla_plan_decode(
         window=constants.window,
         sinks=constants.sinks,
         latent_dtype=latent.dtype,
+        row_bytes=latent.shape[-1] if is_read else None,
         backend=backend,
     )
+
+
+DECODES_CODES = False  # True: steps attend over codes as they are cached, where a kernel for that is chosen
+
+
+def _decodes_codes(
+    backend: str | None, cache: Tensors, geometry: MLAGeometry, query_length: int, dtype: torch.dtype
+) -> bool:
+    """True where a decode step reads codes, and not a copy of its pages in 16 bits."""
+    latent = cache["latent_cache"]
+    served = DECODES_CODES and backend != "reference" and latent.is_cuda
+    return served and decodes_codes(geometry, latent.shape[1], dtype, latent.device, query_length)
 
 
 def _stand_in(cache: Tensors, block_table: Tensor, geometry: MLAGeometry, dtype: torch.dtype) -> tuple[Tensors, Tensor]:
@@ -108,10 +124,7 @@ def _stand_in(cache: Tensors, block_table: Tensor, geometry: MLAGeometry, dtype:
 def _dequantised(
     backend: str | None, cache: Tensors, block_table: Tensor, tensors: Tensors, geometry: MLAGeometry
 ) -> tuple[Tensors, Tensor]:
-    """Pages of a block table, copied with latents that are codes dequantised, and the table of the copies; of other
-    latents the cache itself."""
-    if cache["latent_cache"].dtype is not torch.uint8:
-        return cache, block_table
+    """Pages of a block table, copied with their latents, which are codes, dequantised; and the table of the copies."""
     codes = (quantizer_of(geometry), tensors.get("latent_centers"), tensors["q_pe"].dtype)
     latent = read_codes(cache["latent_cache"], block_table, geometry.kv_lora_rank, *codes, backend=backend)
     rope = cache.get("rope_cache")
@@ -160,7 +173,12 @@ def _mla_attend(
     if tensors.get("rope_weight") is not None:
         parameters = tensors["rope_weight"], tensors["rope_bias"], tensors["inv_freq"][0]
         rope = LatentRope(*parameters, constants.attention_scaling)
-    cache, table = _dequantised(backend, cache, batch.block_table, tensors, constants.geometry)
+    centers, table, geometry = None, batch.block_table, constants.geometry
+    if cache["latent_cache"].dtype is torch.uint8:
+        if isinstance(plan, DecodePlan) and _decodes_codes(backend, cache, geometry, plan.shape[1], q_pe.dtype):
+            centers = tensors["latent_centers"].to(q_pe.dtype)  # that of the model's parameters already
+        else:
+            cache, table = _dequantised(backend, cache, table, tensors, geometry)
     layer = (cache["latent_cache"], cache.get("rope_cache"), tensors["k_up"], tensors["v_up"])
     options = {
         "softmax_scale": constants.softmax_scale,
@@ -180,6 +198,7 @@ def _mla_attend(
         q_latent=None if q_latent is None else q_latent.unflatten(0, rows),
         cache_starts=batch.cache_starts,
         plan=plan,
+        centers=centers,
         **options,
     )
     return out.flatten(0, 1)

@@ -15,8 +15,10 @@ from torch import Tensor
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels.gqa_decode.api import GQA, plan_gqa_decode
 from mha2mla.kernels.gqa_decode.selection import GQAShape
+from mha2mla.kernels.group_codes.api import GroupQuantizer
 from mha2mla.kernels.latent_rope import LatentRope, rotary_keys
-from mha2mla.kernels.mla_decode.api import LATENT, LATENT_FP8, MLA, plan_mla_decode
+from mha2mla.kernels.mla_decode.api import GROUP_CODES, LATENT, LATENT_FP8, MLA, plan_mla_decode
+from mha2mla.kernels.mla_decode.codes_selection import code_of
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent, quantize_latent
 from mha2mla.kernels.split_kv.choice import TILE_TOKENS
 from mha2mla.kernels.split_kv.op import PagedOp, compiled_shape
@@ -261,6 +263,46 @@ class LatentProblem(Problem):
 
 
 @dataclass(frozen=True)
+class GroupCodesProblem(Problem):
+    """One decode call over integer codes of ``bits`` bits and rotary keys; every third is near the second center."""
+
+    bits: int = 4
+    group: int = 32
+
+    @property
+    def op(self) -> PagedOp:
+        return GROUP_CODES
+
+    @property
+    def geometry(self) -> MLAGeometry:
+        return replace(super().geometry, latent_bits=self.bits, latent_group=self.group)
+
+    @property
+    def quantizer(self) -> GroupQuantizer:
+        return GroupQuantizer(self.bits, self.group)
+
+    @property
+    def columns(self) -> dict[str, int]:
+        return super().columns | {"row": self.quantizer.bytes_per_row(self.kv_lora_rank)}
+
+    def inputs(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> dict[str, Any]:
+        made = super().inputs(dtype, device)
+        make = torch.Generator(device).manual_seed(self.seed + 2)
+        centers = torch.randn(2, self.kv_lora_rank, generator=make, device=device).mul(2).to(dtype)
+        latent = made["latent_cache"]
+        second = torch.arange(latent.shape[0] * latent.shape[1], device=device).view(latent.shape[:2]) % 3 == 0
+        made["latent_cache"] = self.quantizer.encode(latent + centers[second.long()], centers)
+        return made | {"centers": centers}
+
+    def plan(self, inputs: dict[str, Any], backend: str | None = None) -> DecodePlan:
+        return plan_mla_decode(
+            inputs["q_latent"], inputs["rope_cache"], inputs["block_table"], inputs["cache_seqlens"],
+            qk_rope_head_dim=self.qk_rope_head_dim, cache_starts=inputs["cache_starts"], causal=self.causal,
+            backend=backend, latent_dtype=torch.uint8, row_bytes=inputs["latent_cache"].shape[-1], **self.visibility,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
 class GQAProblem(PagedProblem):
     """One GQA decode call; ``combined``: keys and values are two views of one buffer [P, page, G*d_v + G*d_qk].
 
@@ -342,8 +384,13 @@ def _op_of(inputs: dict[str, Any]) -> tuple[PagedOp, tuple[str, ...], tuple[str,
 def with_keys(inputs: dict[str, Any], dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     """The same call over a cache that also holds rotary keys, in ``dtype``, if it is one over the latent alone.
 
-    e4m3 latents are dequantised. Each page has to belong to one sequence, as :meth:`Problem.inputs` makes them.
+    Codes are dequantised. Each page has to belong to one sequence, as :meth:`Problem.inputs` makes them.
     """
+    if inputs.get("centers") is not None:
+        width, centers = inputs["q_latent"].shape[-1], inputs["centers"]
+        quantizer = GroupQuantizer(*code_of(width, inputs["latent_cache"].shape[-1]))
+        latent = quantizer.decode(inputs["latent_cache"], width, torch.float64, centers)
+        inputs = {name: value for name, value in inputs.items() if name != "centers"} | {"latent_cache": latent}
     if inputs.get("latent_scale") is not None:  # in float64: no 16-bit type holds products of e4m3 codes
         latent = dequantize_latent(inputs["latent_cache"], inputs["latent_scale"], torch.float64)
         inputs = {name: value for name, value in inputs.items() if name != "latent_scale"} | {"latent_cache": latent}

@@ -11,8 +11,9 @@ import torch
 from mha2mla.kernels import gqa_decode, mla_decode, quantize_latent
 from mha2mla.kernels.gqa_decode import selection as gqa_selection
 from mha2mla.kernels.gqa_decode.api import GQA
+from mha2mla.kernels.mla_decode import codes_selection
 from mha2mla.kernels.mla_decode import selection as mla_selection
-from mha2mla.kernels.mla_decode.api import FP8
+from mha2mla.kernels.mla_decode.api import FP8, GROUP_CODES
 from mha2mla.kernels.split_kv.choice import FIELDS, Column, KernelChoice
 from mha2mla.kernels.split_kv.op import PagedOp
 from mha2mla.kernels.split_kv.reference import Fragment, Span, attended_span, plan_fragments, write_schedule
@@ -67,6 +68,8 @@ def kernels_of(op: PagedOp, shape, capability: int) -> list[KernelChoice]:
     """Every configuration that could serve a shape, the rule's choice first."""
     if op is GQA:
         return gqa_selection.list_kernels(shape, capability)
+    if op is GROUP_CODES:
+        return codes_selection.list_kernels(shape, capability)
     how = {"has_rope_cache": "rope_cache" in op.names, "codes": "latent_scale" in op.names}
     return mla_selection.list_kernels(shape, capability, **how)
 
@@ -190,6 +193,8 @@ def run_kernels(
         last = float(rope.scaling), int(rope.page_offsets is not None)
     elif "rope_cache" in inputs:
         tensors = inputs | {"rope_cache": inputs["rope_cache"].flatten(2)}
+    if "centers" in inputs:
+        tensors = tensors | {"latent_cache": inputs["latent_cache"].flatten(1)}
     split(
         *(tensors[name] for name in problem.op.names), inputs["block_table"], schedule, partial_out, partial_lse, out,
         lse, inputs["softmax_scale"], int(inputs["causal"]), NO_WINDOW if problem.window is None else problem.window,

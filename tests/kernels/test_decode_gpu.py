@@ -13,7 +13,7 @@ from mha2mla.kernels.devices import capability
 from mha2mla.kernels.mla_decode.api import MLA
 from mha2mla.testing.kernel_check import draw_cases
 from mha2mla.testing.numeric_check import errors
-from mha2mla.testing.problems import GQAProblem, LatentProblem, PagedProblem, Problem, exact
+from mha2mla.testing.problems import GQAProblem, GroupCodesProblem, LatentProblem, PagedProblem, Problem, exact
 from tests.few import few
 from tests.kernels.problems import (
     CodesProblem,
@@ -123,9 +123,21 @@ STORED_CODES = [
     CodesProblem(1, 1, 16, 8, (1, 300)),
     CodesProblem(24, 24, 320, 16, (3, 190)),
 ]
-EVERY_RUN = [*STORED, *GQA, *LATENT[:11], *LATENT_CODES[:4], *STORED_CODES]
+GROUP_CODES = [
+    GroupCodesProblem(32, 1, 512, 64, (*EDGES, 127, 128, 129, 2000)),
+    GroupCodesProblem(32, 1, 512, 64, (0, 1, 15, 16, 17, 700), page_size=16, bits=8),
+    GroupCodesProblem(28, 1, 512, 128, (65, 3000), bits=8),
+    GroupCodesProblem(28, 1, 512, 128, (65, 300), bits=3),
+    GroupCodesProblem(9, 1, 192, 64, (5, 300, 4000)),
+    GroupCodesProblem(9, 1, 192, 64, (5, 300), page_size=128, bits=8),
+    GroupCodesProblem(14, 2, 96, 16, (65, 300), page_size=32, bits=3),
+    GroupCodesProblem(64, 1, 448, 64, (65, 300), group=64),
+    GroupCodesProblem(1, 1, 32, 8, (1, 300)),
+    GroupCodesProblem(32, 1, 1024, 64, (65, 2000), bits=8),
+]
+EVERY_RUN = [*STORED, *GQA, *LATENT[:11], *LATENT_CODES[:4], *STORED_CODES, *GROUP_CODES]
 # One problem an op.
-OPS = [STORED[2], GQA[1], LATENT[0], LATENT_CODES[0], STORED_CODES[0]]
+OPS = [STORED[2], GQA[1], LATENT[0], LATENT_CODES[0], STORED_CODES[0], GROUP_CODES[0]]
 
 
 def check(problem: PagedProblem, dtype=torch.bfloat16, planned: bool = False) -> torch.Tensor:
@@ -150,7 +162,10 @@ def test_no_shape_reads_poison_or_drops_heads(problem):
     check(replace(problem, causal=False, lengths=(0,) * len(problem.lengths)))
 
 
-FLOAT16 = [STORED[0], STORED[4], STORED[9], *STORED[23:26], *GQA[1:3], LATENT[1], STORED_CODES[0]]
+FLOAT16 = [
+    *(STORED[0], STORED[4], STORED[9], *STORED[23:26], *GQA[1:3], LATENT[1], STORED_CODES[0]),
+    *(GROUP_CODES[0], GROUP_CODES[5]),
+]
 
 
 @few("problem", [*FLOAT16, LATENT[0], LATENT[3]], count=len(FLOAT16), ids=name)
@@ -168,6 +183,8 @@ NEW_TOKENS = [
     LatentProblem(*WIDE, (), codes=True),
     CodesProblem(16, 1, 512, 64, ()),
     CodesProblem(6, 2, 64, 16, ()),
+    GroupCodesProblem(32, 1, 512, 64, ()),
+    GroupCodesProblem(6, 2, 64, 16, (), bits=8),
     GQAProblem(14, 2, 64, 64, (), page_size=16),
 ]
 
@@ -196,6 +213,8 @@ WINDOWED = [
     LatentProblem(*HALVES, ()),
     *LATENT_CODES[:2],
     STORED_CODES[0],
+    GROUP_CODES[0],
+    GROUP_CODES[1],
 ]
 
 
@@ -395,6 +414,9 @@ CANDIDATES = [
     *GQA[:4],
     LATENT[1],
     LATENT[3],
+    GroupCodesProblem(32, 1, 512, 64, SIX),
+    GroupCodesProblem(9, 1, 192, 64, SIX, page_size=16, bits=8),
+    GroupCodesProblem(14, 2, 96, 16, SIX, bits=3, seqlen_q=2),
 ]
 
 

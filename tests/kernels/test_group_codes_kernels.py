@@ -42,7 +42,12 @@ def on_cpu(make, **static):
 
 def append_on_cpu(quantizer, centers, latent, slots):
     width, stored = latent.shape[1], empty_cache(quantizer, latent.shape[1])
-    static = {"width": width, "bits": quantizer.bits, "group": quantizer.group, "has_centers": centers is not None}
+    static = {
+        "width": width,
+        "bits": quantizer.bits,
+        "group": quantizer.group,
+        "center_dtype": None if centers is None else "float32",
+    }
     near = torch.full((2, width), torch.nan) if centers is None else centers
     on_cpu(make_append_codes, **static)(latent, slots, near, stored.view(torch.int32), stored.view(torch.float16))
     return stored
@@ -86,7 +91,7 @@ def test_read_rows_are_the_references(bits, group, has_centers, width):
     stored = quantizer.encode(latent, centers).view(PAGES, PAGE, -1)
     table = torch.tensor([[3, -1, 0], [4, PAGES, 3]], dtype=torch.int32)
     out = torch.full((6, PAGE, width), 7.0)
-    static = {"width": width, "bits": bits, "group": group, "has_centers": has_centers}
+    static = {"width": width, "bits": bits, "group": group, "center_dtype": "float32" if has_centers else None}
     near = torch.full((2, width), torch.nan) if centers is None else centers
     on_cpu(make_read_codes, **static)(stored.view(torch.int32), table.flatten(), near, out)
     expected = read_codes(stored, torch.tensor([[3, 0, 4, 3]], dtype=torch.int32), width, quantizer, centers, out.dtype)
@@ -97,7 +102,14 @@ def test_read_rows_are_the_references(bits, group, has_centers, width):
 @few("bits, width", [(4, 512), (3, 192), (8, 1024)], count=1)
 @pytest.mark.parametrize("make", [make_read_codes, make_append_codes])
 def test_kernels_fit(make, bits, width):
-    static = {"width": width, "bits": bits, "group": 32, "page_size": 64, "dtype": "bfloat16", "has_centers": True}
+    static = {
+        "width": width,
+        "bits": bits,
+        "group": 32,
+        "page_size": 64,
+        "dtype": "bfloat16",
+        "center_dtype": "bfloat16",
+    }
     gate(make(**static), EXACT_PASS_CONFIGS)
 
 

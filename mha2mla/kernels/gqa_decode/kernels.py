@@ -97,8 +97,8 @@ def make_portable(shape: GQAShape, choice: KernelChoice, machine: Machine = GPU)
             work = device.take_work(call, cta, shape.page_size, block)  # no pdl_trigger: there is none before sm_90
             x = softmax.make_softmax(machine, call, tile, block, k.rows, memory.stage, (), T.sync_threads)
             sources = [
-                (call.k_cache, (tile.column,), 0, memory.k_tile),
-                (call.v_cache, (tile.column,), 0, memory.v_tile),
+                (device.copy_tile, call.k_cache, (tile.column,), 0, memory.k_tile),
+                (device.copy_tile, call.v_cache, (tile.column,), 0, memory.v_tile),
             ]
             for f in T.serial(work.fragments):
                 device.read_fragment(work, f)

@@ -208,7 +208,7 @@ def _runs_compiled(
 ) -> bool:
     """True where the kernels serve a cache: rows of whole groups, which are read by words."""
     whole = quantizer.group in (32, 64) and width % quantizer.group == 0 and quantizer.scale_bits == 16
-    served = whole and latent_cache.is_contiguous() and latent_cache.data_ptr() % 4 == 0
+    served = whole and latent_cache.is_contiguous() and latent_cache.data_ptr() % 8 == 0
     return runs_compiled(backend, latent_cache.device, dtype) and served
 
 

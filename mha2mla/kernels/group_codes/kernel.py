@@ -28,12 +28,14 @@ class CodedRow:
     bits: int
     group: int
     on_cpu: bool = False
+    fused: bool = False  # a product and a sum may be rounded once; else each as torch's
 
     groups = property(lambda k: k.width // k.group)
     runs = property(lambda k: k.group // RUN // 2)  # units of a group
     units = property(lambda k: k.groups * k.runs)
     group_words = property(lambda k: k.group * k.bits // 32)
     words = property(lambda k: k.groups * (1 + k.group_words))
+    is_paired = property(lambda k: k.groups % 2 == 0 and k.group_words % 2 == 0)
     levels = property(lambda k: 2**k.bits - 1)
 
     @property
@@ -47,8 +49,7 @@ class CodedRow:
         return found
 
     def product(self, a, b):
-        """Rounded by itself, as torch's: not fused into a sum."""
-        return a * b if self.on_cpu else T.ieee_mul(a, b)
+        return a * b if self.on_cpu or self.fused else T.ieee_mul(a, b)
 
 
 class Unit(Buffers):
@@ -65,16 +66,36 @@ class Unit(Buffers):
         )
 
 
+def word_at(source, at, index):
+    """The 32-bit word ``index`` of a row: of ``source[*at]``, or where that is bytes of those from ``at[-1]`` on."""
+    if source.dtype != "uint8":
+        return source[(*at, index)]
+    first = at[-1] + 4 * index
+    parts = [T.shift_left(T.cast(source[(*at[:-1], first + b)], T.int32), 8 * b) for b in range(4)]
+    return T.bitwise_or(T.bitwise_or(parts[0], parts[1]), T.bitwise_or(parts[2], parts[3]))
+
+
 def half_at(source, at, index, mask=0xFFFF):
-    """The float16 number ``index`` of a row of words ``source[*at]``, of whose bits ``mask`` stay."""
-    bits = T.bitwise_and(T.shift_right(source[(*at, index // 2)], index % 2 * 16), mask)
+    """The float16 number ``index`` of a row, of whose bits ``mask`` stay, in float32."""
+    bits = T.bitwise_and(T.shift_right(word_at(source, at, index // 2), index % 2 * 16), mask)
     return T.cast(T.reinterpret(T.cast(bits, "uint16"), T.float16), T.float32)
 
 
 @T.macro
 def find_center(k, source, at, x):
     """``second``: 1 where the row is coded from the second center."""
-    x.second[0] = T.bitwise_and(T.shift_right(source[(*at, k.groups // 2)], k.groups % 2 * 16 + 15), 1)
+    x.second[0] = T.bitwise_and(T.shift_right(word_at(source, at, k.groups // 2), k.groups % 2 * 16 + 15), 1)
+
+
+@T.macro
+def load_words(k, source, at, first, x, place):
+    """Two of a row's words from ``first`` on, which is even where every group begins at an even word."""
+    if k.is_paired and source.dtype != "uint8":
+        for v in T.vectorized(2):
+            x.words[place + v] = source[(*at, first + v)]
+    else:
+        for v in list(range(2)):
+            x.words[place + v] = word_at(source, at, first + v)
 
 
 @T.macro
@@ -87,13 +108,12 @@ def dequantise(k, source, at, g, h, x):
     for bits, shift, word, size in list(k.planes):
         first = k.groups + g * k.group_words + word
         if bits == 8:  # a byte is a code
-            for v in list(range(4)):
-                x.words[v] = source[(*at, first + v // 2 * (k.group // 8) + 2 * h + v % 2)]
+            for u in list(range(2)):
+                load_words(k, source, at, first + u * (k.group // 8) + 2 * h, x, 2 * u)
             for e in list(range(2 * RUN)):
                 x.values[e] = T.cast(T.bitwise_and(T.shift_right(x.words[e // 4], e % 4 * 8), 255), T.float32)
         elif size >= RUN:
-            for v in list(range(2)):
-                x.words[v] = source[(*at, first + h % (size // RUN) * 2 + v)]
+            load_words(k, source, at, first + h % (size // RUN) * 2, x, 0)
             for e in list(range(2 * RUN)):
                 place = e % 4 * 8 + bits * (h // (size // RUN) + e // RUN * (k.group // 2 // size))
                 x.values[e] += T.cast(
@@ -103,7 +123,7 @@ def dequantise(k, source, at, g, h, x):
                     T.float32,
                 )  # fmt: skip
         else:  # 4 bytes, of 32 elements a bit each
-            x.words[0] = source[(*at, first)]
+            x.words[0] = word_at(source, at, first)
             for e in list(range(2 * RUN)):
                 place = e % 4 * 8 + 2 * h + e % RUN // 4 + e // RUN * (k.group // 8)
                 x.values[e] += T.cast(
@@ -114,7 +134,7 @@ def dequantise(k, source, at, g, h, x):
 
 
 def make_read_codes(
-    *, width: int, bits: int, group: int, page_size: int, dtype: str, has_centers: bool, threads: int = 128,
+    *, width: int, bits: int, group: int, page_size: int, dtype: str, center_dtype: str | None, threads: int = 128,
     on_cpu: bool = False,
 ):  # fmt: skip
     """A TileLang function ``read_codes``, a block a page of the table.
@@ -123,29 +143,29 @@ def make_read_codes(
         width, bits, group: of a coded row; ``group`` divides ``width``.
         page_size: rows of a page.
         dtype: of the dequantised rows.
-        has_centers: rows are coded from the nearer of two centers.
+        center_dtype: of the two centers from whose nearer one rows are coded; None: there are none.
         threads: of a block.
         on_cpu: compile for TileLang's C target.
 
-    The function's arguments: latent_cache [P,page,words] int32, block_table [N] int32, centers [2,width] float32, out
+    The function's arguments: latent_cache [P,page,words] int32, block_table [N] int32, centers [2,width], out
     [N,page,width] (contiguous). Pages that the table lacks are left as they were.
     """
     k = CodedRow(width, bits, group, on_cpu)
     threads = 1 if on_cpu else threads
-    pages, entries = T.dynamic("pages"), T.dynamic("entries")
+    near, pages, entries = center_dtype or dtype, T.dynamic("pages"), T.dynamic("entries")
 
     @T.prim_func
     def read_codes(
         latent_cache: T.Tensor([pages, page_size, k.words], T.int32),
         block_table: T.Tensor([entries], T.int32),
-        centers: T.Tensor([2, width], T.float32),
+        centers: T.Tensor([2, width], near),
         out: T.Tensor([entries, page_size, width], dtype),
     ):
         with T.Kernel(entries, threads=threads) as entry:
             x = Unit(k)
             page = T.alloc_local([1], T.int32)
             held = T.alloc_local([RUN], dtype)
-            center = T.alloc_local([RUN], T.float32)
+            center = T.alloc_local([RUN], near)
             thread = 0 if on_cpu else T.get_thread_binding()
             page[0] = block_table[entry]
             if (page[0] >= 0) & (page[0] < pages):
@@ -154,15 +174,15 @@ def make_read_codes(
                     if unit < page_size * k.units:
                         row, g, h = unit // k.units, unit % k.units // k.runs, unit % k.runs
                         dequantise(k, latent_cache, (page[0], row), g, h, x)
-                        if has_centers:
+                        if center_dtype is not None:
                             find_center(k, latent_cache, (page[0], row), x)
                         for u in list(range(2)):
                             first = g * group + (h + u * k.runs) * RUN
-                            if has_centers:
+                            if center_dtype is not None:
                                 for v in T.vectorized(RUN):
                                     center[v] = centers[x.second[0], first + v]
                                 for v in T.unroll(RUN):
-                                    x.values[u * RUN + v] += center[v]
+                                    x.values[u * RUN + v] += T.cast(center[v], T.float32)
                             for v in T.unroll(RUN):
                                 held[v] = T.cast(x.values[u * RUN + v], dtype)
                             for v in T.vectorized(RUN):
@@ -172,21 +192,21 @@ def make_read_codes(
 
 
 def make_append_codes(
-    *, width: int, bits: int, group: int, page_size: int, dtype: str, has_centers: bool, on_cpu: bool = False
+    *, width: int, bits: int, group: int, page_size: int, dtype: str, center_dtype: str | None, on_cpu: bool = False
 ):
     """A TileLang function ``append_codes``, a warp a row and a lane a group.
 
     Args:
-        width, bits, group, page_size, has_centers, on_cpu: as of :func:`make_read_codes`.
+        width, bits, group, page_size, center_dtype, on_cpu: as of :func:`make_read_codes`.
         dtype: of the rows.
 
-    The function's arguments: rows [N,width] (contiguous), slots [N] int32, centers [2,width] float32, latent_cache
+    The function's arguments: rows [N,width] (contiguous), slots [N] int32, centers [2,width], latent_cache
     [P,page,words] int32. A slot outside the cache writes nothing.
     """
     k = CodedRow(width, bits, group, on_cpu)
     lanes = 1 if on_cpu else 32
     rounds = -(-k.groups // lanes)
-    tokens, pages = T.dynamic("tokens"), T.dynamic("pages")
+    near, tokens, pages = center_dtype or dtype, T.dynamic("tokens"), T.dynamic("pages")
 
     @T.macro
     def load_group(rows, centers, token, g, x):
@@ -196,8 +216,8 @@ def make_append_codes(
                 x.vector[v] = rows[token, g * group + r * RUN + v]
             for v in T.unroll(RUN):
                 x.values[r * RUN + v] = T.cast(x.vector[v], T.float32)
-                if has_centers:
-                    x.values[r * RUN + v] -= centers[x.second[0], g * group + r * RUN + v]
+                if center_dtype is not None:
+                    x.values[r * RUN + v] -= T.cast(centers[x.second[0], g * group + r * RUN + v], T.float32)
 
     @T.macro
     def find_nearer(rows, centers, token, lane, x):
@@ -243,7 +263,7 @@ def make_append_codes(
     def store_group(latent_cache, halves, at, g, x):
         halves[(*at, g)] = x.stored[0]
         halves[(*at, k.groups + g)] = x.stored[1]
-        if has_centers:
+        if center_dtype is not None:
             if (g == 0) & (x.second[0] != 0):
                 halves[(*at, k.groups)] = T.reinterpret(
                     T.bitwise_or(T.reinterpret(x.stored[1], "uint16"), T.cast(0x8000, "uint16")), T.float16
@@ -266,7 +286,7 @@ def make_append_codes(
     def append_codes(
         rows: T.Tensor([tokens, width], dtype),
         slots: T.Tensor([tokens], T.int32),
-        centers: T.Tensor([2, width], T.float32),
+        centers: T.Tensor([2, width], near),
         latent_cache: T.Tensor([pages, page_size, k.words], T.int32),
         halves: T.Tensor([pages, page_size, 2 * k.words], T.float16),
     ):
@@ -287,7 +307,7 @@ def make_append_codes(
             if (slots[token] >= 0) & (slots[token] < pages * page_size):
                 at = (slots[token] // page_size, slots[token] % page_size)
                 x.second[0] = 0
-                if has_centers:
+                if center_dtype is not None:
                     find_nearer(rows, centers, token, lane, x)
                 for r in T.serial(rounds):
                     if r * lanes + lane < k.groups:
@@ -312,9 +332,9 @@ def launch_read_codes(
     with on_device(out.device):
         kernel = compile_read_codes(
             capability(out.device), width=width, bits=bits, group=group, page_size=out.shape[1],
-            dtype=dtype_name(dtype), has_centers=centers is not None,
+            dtype=dtype_name(dtype), center_dtype=None if centers is None else dtype_name(centers.dtype),
         )  # fmt: skip
-        kernel(latent_cache.view(torch.int32), block_table.flatten(), _floats(centers, out), out)
+        kernel(latent_cache.view(torch.int32), block_table.flatten(), _given(centers, out), out)
 
 
 def launch_append_codes(
@@ -326,13 +346,13 @@ def launch_append_codes(
     with on_device(latent.device):
         kernel = compile_append_codes(
             capability(latent.device), width=latent.shape[1], bits=bits, group=group, page_size=latent_cache.shape[1],
-            dtype=dtype_name(latent.dtype), has_centers=centers is not None,
+            dtype=dtype_name(latent.dtype), center_dtype=None if centers is None else dtype_name(centers.dtype),
         )  # fmt: skip
         halves = latent_cache.view(torch.float16)
         rows = aligned(latent)
-        kernel(rows, slots.contiguous(), _floats(centers, latent), latent_cache.view(torch.int32), halves)
+        kernel(rows, slots.contiguous(), _given(centers, latent), latent_cache.view(torch.int32), halves)
 
 
-def _floats(centers: Tensor | None, like: Tensor) -> Tensor:
-    """In float32; without centers, what stands in for them."""
-    return like.new_empty(2, like.shape[-1], dtype=torch.float32) if centers is None else aligned(centers.float())
+def _given(centers: Tensor | None, like: Tensor) -> Tensor:
+    """Without centers, what stands in for them."""
+    return like.new_empty(2, like.shape[-1]) if centers is None else aligned(centers)

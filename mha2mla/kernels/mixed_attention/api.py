@@ -158,6 +158,7 @@ def mla_absorbed(
     q_latent: Tensor | None = None,
     cache_starts: Tensor | None = None,
     latent_scale: Tensor | None = None,
+    centers: Tensor | None = None,
     rope: LatentRope | None = None,
     plan: DecodePlan | None = None,
     backend: str | None = None,
@@ -172,7 +173,7 @@ def mla_absorbed(
         q_pe: [B, S_q, H, d_r], rotated.
         q_latent: [B, S_q, H, d_c], q_nope through W_UK; None: computed here.
         latent_cache, rope_cache, k_up, v_up, latent_scale, rope: as in :func:`mha2mla.kernels.mla_attention`.
-        block_table, cache_seqlens, softmax_scale, cache_starts, plan, backend: as in
+        block_table, cache_seqlens, softmax_scale, cache_starts, centers, plan, backend: as in
             :func:`mha2mla.kernels.mla_decode`.
 
     Returns:
@@ -183,7 +184,7 @@ def mla_absorbed(
     """
     is_plain = backend != "reference" and not torch.compiler.is_compiling() and not torch.is_grad_enabled()
     if k_up is None:
-        q_latent = q_pe.new_zeros(*q_pe.shape[:3], latent_cache.shape[-1])
+        q_latent = q_pe.new_zeros(*q_pe.shape[:3], v_up.shape[-1])
     elif q_latent is None and is_plain and serves_w_uk(q_nope, k_up):
         q_latent = project_w_uk(q_nope, k_up)
     elif q_latent is None:
@@ -191,11 +192,12 @@ def mla_absorbed(
     if is_plain and serves_w_uv(q_latent, latent_cache, v_up, block_table, plan):
         return mla_decode_w_uv(
             q_latent, q_pe, latent_cache, rope_cache, v_up, block_table, cache_seqlens, softmax_scale=softmax_scale,
-            plan=plan, latent_scale=latent_scale, rope=rope, cache_starts=cache_starts, backend=backend,
+            plan=plan, latent_scale=latent_scale, centers=centers, rope=rope, cache_starts=cache_starts,
+            backend=backend,
         )  # fmt: skip
     out = mla_decode(
         q_latent, q_pe, latent_cache, rope_cache, block_table, cache_seqlens, softmax_scale=softmax_scale,
-        latent_scale=latent_scale, rope=rope, cache_starts=cache_starts, plan=plan, backend=backend,
+        latent_scale=latent_scale, centers=centers, rope=rope, cache_starts=cache_starts, plan=plan, backend=backend,
     )  # fmt: skip
     if is_plain and len(v_up) == out.shape[2] and v_up.is_contiguous():
         x, weight = out.flatten(2), v_up.flatten(0, 1)

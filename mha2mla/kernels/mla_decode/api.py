@@ -7,14 +7,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mha2mla.geometry import MLAGeometry
+from mha2mla.geometry import MLAGeometry, code_bytes
 from mha2mla.kernels.devices import capability, dtype_name, in_plain_eager_mode
 from mha2mla.kernels.latent_rope import LatentRope
 from mha2mla.kernels.layouts import ALIGNMENT, Argument, argument_error
+from mha2mla.kernels.mla_decode import codes_selection
+from mha2mla.kernels.mla_decode.codes_selection import coded_shape
 from mha2mla.kernels.mla_decode.quantization import CODES
 from mha2mla.kernels.mla_decode.selection import DecodeShape, latent_shape, refusal, select_kernel
 from mha2mla.kernels.split_kv.choice import MERGED_ROWS
-from mha2mla.kernels.split_kv.op import PagedOp
+from mha2mla.kernels.split_kv.op import PagedOp, dispatch
 from mha2mla.kernels.split_kv.plan import DecodePlan
 
 _KEYS = (  # the fields of LatentRope
@@ -51,9 +53,29 @@ MLA = _declare("", has_rope_cache=True, codes=False)
 FP8 = _declare("_fp8", has_rope_cache=True, codes=True)
 LATENT = _declare("_latent", has_rope_cache=False, codes=False)
 LATENT_FP8 = _declare("_latent_fp8", has_rope_cache=False, codes=True)
+GROUP_CODES = PagedOp(
+    name="mla_decode_codes",
+    arguments=(
+        *MLA.arguments[:2],
+        Argument("latent_cache", "P (page row)", torch.uint8),
+        Argument("centers", "two d_c"),
+        MLA.arguments[-1],
+    ),
+    out=MLA.out,
+    shape=coded_shape,
+    static=("H", "G", "d_c", "d_r", "page", "S_q", "row"),
+    refusal=codes_selection.refusal,
+    select=codes_selection.select_kernel,
+    package="mha2mla.kernels.mla_decode",
+    modules={"codes_portable": "codes", "codes_ws": "codes"},
+    reference="mha2mla.kernels.mla_decode.reference:mla_decode_codes_reference",
+    opaque_smem_writes=True,
+)
 
 
 def _op(latent_dtype: torch.dtype | None, has_rope_cache: bool) -> PagedOp:
+    if latent_dtype == torch.uint8 and has_rope_cache:
+        return GROUP_CODES
     if not has_rope_cache:
         return LATENT_FP8 if latent_dtype == CODES else LATENT
     return FP8 if latent_dtype == CODES else MLA
@@ -70,6 +92,7 @@ def mla_decode(
     softmax_scale: float,
     rope: LatentRope | None = None,
     latent_scale: Tensor | None = None,
+    centers: Tensor | None = None,
     causal: bool = True,
     cache_starts: Tensor | None = None,
     plan: DecodePlan | None = None,
@@ -103,6 +126,8 @@ def mla_decode(
             channel: a token is quantised when it is appended, alone, and its scale leaves both matrix products. Codes,
             scales and k_pe are three tensors, so each is one dense copy for the tensor-memory unit, and k_pe keeps its
             own dtype: d_c + 4 + 2 G d_r bytes a token, instead of 2 d_c + 2 G d_r. Queries are not quantised.
+        centers: [2, d_c] of latents that are integer codes, latent_cache [P, page, bytes of a row] uint8
+            (:class:`GroupQuantizer` of 3, 4 or 8 bits in whole groups of 32 or 64), contiguous, beside a rope_cache.
         causal: new token s sees tokens before ``cache_seqlens - S_q + 1 + s`` (bottom-right aligned); else all.
         cache_starts: [B] int32, first visible token (left padding); None means 0.
         plan: from :func:`plan_mla_decode`, last refreshed with these ``cache_seqlens`` and ``cache_starts``: kernels
@@ -124,9 +149,11 @@ def mla_decode(
         ValueError: naming the argument, what it was and what it must be; or why ``backend="tilelang"`` refuses.
     """
     call = (block_table, cache_seqlens, cache_starts, softmax_scale, causal, backend, plan, out, return_lse)
-    if rope is None and latent_scale is None and rope_cache is not None:  # the shortest way: hosts are slow
+    if (
+        rope is None and latent_scale is None and centers is None and rope_cache is not None
+    ):  # the shortest way: hosts are slow
         return MLA((q_latent, q_pe, latent_cache, rope_cache), *call)
-    op, data, numbers = _chosen(q_latent, q_pe, latent_cache, rope_cache, rope, latent_scale)
+    op, data, numbers = _chosen(q_latent, q_pe, latent_cache, rope_cache, rope, latent_scale, centers)
     return op(data, *call, numbers)
 
 
@@ -137,8 +164,13 @@ def _chosen(
     rope_cache: Tensor | None,
     rope: LatentRope | None,
     latent_scale: Tensor | None,
+    centers: Tensor | None,
 ) -> tuple[PagedOp, tuple[Tensor | None, ...], tuple[float, ...]]:
     """The op that serves arguments of :func:`mla_decode`, its tensors and its numbers."""
+    if centers is not None:
+        if rope is not None:
+            raise argument_error("rope", "given", "None beside centers")
+        return GROUP_CODES, (q_latent, q_pe, latent_cache, centers, rope_cache), ()
     latent, codes = ((latent_cache,), None) if latent_scale is None else ((latent_cache, latent_scale), CODES)
     op = _op(codes, rope is None)
     if rope is None:
@@ -163,12 +195,13 @@ def mla_decode_w_uv(
     plan: DecodePlan,
     rope: LatentRope | None = None,
     latent_scale: Tensor | None = None,
+    centers: Tensor | None = None,
     cache_starts: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """:func:`mla_decode`, and W_UV [k, d_v, d_c] of what it gives, in the kernel that merges its partials: [B, S_q, H,
     d_v]. Arguments and errors as there; only where :func:`serves_w_uv`."""
-    op, data, numbers = _chosen(q_latent, q_pe, latent_cache, rope_cache, rope, latent_scale)
+    op, data, numbers = _chosen(q_latent, q_pe, latent_cache, rope_cache, rope, latent_scale, centers)
     values = q_latent.new_empty(*q_latent.shape[:3], v_up.shape[1])
     call = (block_table, cache_seqlens, cache_starts, softmax_scale, True, backend, plan, None, False)
     op(data, *call, numbers, (v_up, values))
@@ -224,6 +257,25 @@ def explain_mla_decode(
     return op.explain(DecodeShape.of(geometry, page_size, dtype_name(dtype), seqlen_q), device)
 
 
+def decodes_codes(
+    geometry: MLAGeometry, page_size: int, dtype: torch.dtype, device: torch.device | str, seqlen_q: int = 1
+) -> bool:
+    """True where :func:`mla_decode` has a fast kernel over a cache of a geometry's integer codes, on a Hopper."""
+    g = geometry
+    if not (g.has_codes and g.has_rope_cache):
+        return False
+    sizes = g.num_attention_heads, g.num_rope_heads, g.kv_lora_rank, g.qk_rope_head_dim, page_size, seqlen_q
+    served = dispatch(
+        GROUP_CODES,
+        None,
+        *sizes,
+        code_bytes(g.kv_lora_rank, g.latent_bits, g.latent_group),
+        dtype,
+        torch.device(device),
+    )
+    return served is not None and served.choice.kernel == "codes_ws"
+
+
 def plan_mla_decode(
     q_latent: Tensor,
     rope_cache: Tensor,
@@ -236,6 +288,7 @@ def plan_mla_decode(
     window: int | None = None,
     sinks: int = 0,
     latent_dtype: torch.dtype | None = None,
+    row_bytes: int | None = None,
     num_splits: int | None = None,
     backend: str | None = None,
 ) -> DecodePlan:
@@ -255,7 +308,8 @@ def plan_mla_decode(
             a sequence of fewer tiles of 64 tokens has as many pieces as tiles. Where a sequence is cut then does not
             depend on the others. Takes a workspace for B * num_splits blocks. None: blocks for all multiprocessors,
             balanced over all sequences.
-        latent_dtype: float8_e4m3fn where the latent cache has scales; None: as the queries.
+        latent_dtype: float8_e4m3fn where the latent cache has scales, uint8 where it has centers; None: as the queries.
+        row_bytes: of a cached latent that is integer codes.
         backend: as in :func:`mla_decode`.
 
     Raises:
@@ -267,7 +321,7 @@ def plan_mla_decode(
             "rope_cache", was, "[P, page, G, d_r], or latent_cache [P, page, d_c] where k_pe is not cached"
         )
     sizes = dict(zip(MLA.out.names, q_latent.shape, strict=True))
-    sizes |= {"page": rope_cache.shape[1], "G": rope_cache.shape[2], "d_r": qk_rope_head_dim}
+    sizes |= {"page": rope_cache.shape[1], "G": rope_cache.shape[2], "d_r": qk_rope_head_dim, "row": row_bytes}
     return _op(latent_dtype, rope_cache.dim() != 3).plan(
         sizes, q_latent, block_table, cache_seqlens, cache_starts, causal, window, sinks, backend,
         num_splits,

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mha2mla.kernels.group_codes.api import GroupQuantizer
 from mha2mla.kernels.latent_rope import LatentRope, rotary_keys
 from mha2mla.kernels.layouts import accumulator
+from mha2mla.kernels.mla_decode.codes_selection import code_of
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent
 from mha2mla.kernels.split_kv.reference import attend, find_tokens
 
@@ -86,3 +88,14 @@ def mla_decode_latent_fp8_reference(
     dtype; the same arguments follow."""
     latent = dequantize_latent(latent_cache, latent_scale, accumulator(q_latent.dtype))
     return mla_decode_latent_reference(q_latent, q_pe, latent, *call, **keywords)
+
+
+def mla_decode_codes_reference(
+    q_latent: Tensor, q_pe: Tensor, latent_cache: Tensor, centers: Tensor, *call: Any, **keywords: Any
+) -> tuple[Tensor, Tensor]:
+    """:func:`mla_decode_reference` on the dequantised cache, whose numbers are not rounded to the queries' dtype; the
+    same arguments follow."""
+    width = q_latent.shape[-1]
+    quantizer = GroupQuantizer(*code_of(width, latent_cache.shape[-1]))
+    latent = quantizer.decode(latent_cache, width, accumulator(q_latent.dtype), centers)
+    return mla_decode_reference(q_latent, q_pe, latent, *call, **keywords)

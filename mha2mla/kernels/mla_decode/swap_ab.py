@@ -43,6 +43,10 @@ class Static(MLAStatic):
     # In score products 256 threads split heads over two warpgroups, in output products d_c.
     policy = property(lambda k: BY_COLUMN if k.choice.threads > 128 else BY_ROW)
 
+    def latent_source(self, call, memory):
+        """Of ``load_tiles``."""
+        return (device.copy_tile, call.latent_cache, (), 0, memory.c_tile)
+
 
 def allocate(k: Static) -> Buffers:
     """Shared memory of a CTA, and the output with its rows' maxima in a layout of its own."""
@@ -88,9 +92,9 @@ def decode(k, types, call, memory, y, cta):
     tile = device.locate(types, k.tiling, y, k.d_r)
     work = device.take_work(call, cta, k.page_size, k.block)  # no pdl_trigger: there is none before sm_90
     x = softmax.make_softmax(k.machine, call, tile, k.block, k.tiling.rows, memory.stage, (), T.sync_threads)
-    sources = [(call.latent_cache, (), 0, memory.c_tile)]
+    sources = [k.latent_source(call, memory)]
     if types.has_rope_cache:
-        sources.append((call.rope_cache, (), tile.column, memory.k_tile))
+        sources.append((device.copy_tile, call.rope_cache, (), tile.column, memory.k_tile))
     else:
         prepare_keys(k, call, memory)
     steps = TILE_TOKENS // k.block  # per tile of the schedule

@@ -370,8 +370,9 @@ def load_queries(machine, work, tile, q, q_tile, left, columns):
 
 @T.macro
 def load_tiles(machine, work, t0, sources, values, holes, num_pages):
-    """Without TMA, and so without the bounds that it checks: the tokens from ``t0`` on of each of ``sources``, (cache,
-    row index, first column, tile). Tiles ``values`` multiply weights: what no row sees is zeroed there.
+    """Without TMA, and so without the bounds that it checks: the tokens from ``t0`` on of each of ``sources``, a macro
+    such as :func:`copy_tile` and what it takes, the tile last. Tiles ``values`` multiply weights: what no row sees is
+    zeroed there.
 
     Table entries of pages that no query sees may be anything: some page stands in for one that is none, and is marked
     in ``holes``, whose last number counts them. Tokens without a page are zeroed: they must not show another
@@ -384,7 +385,8 @@ def load_tiles(machine, work, t0, sources, values, holes, num_pages):
         holes[len(work.pieces)] += holes[u]
         work.pages[u] = T.max(0, T.min(work.pages[u], num_pages - 1))
     for i in list(range(len(sources))):
-        copy_tile(work, t0, *sources[i])
+        read, arguments = sources[i][0], sources[i][1:]
+        read(work, t0, *arguments)
     T.sync_threads()
     tokens = int(values.shape[0])
     if work.has_masked(t0, tokens):

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from mha2mla.kernels import attention_combine, gqa_attention, mla_attention
-from mha2mla.kernels.mixed_attention.api import MAX_PARTIALS, _up_project, gather_rows
+from mha2mla.kernels.mixed_attention.api import MAX_PARTIALS, _up_project, gather_rows, mla_absorbed
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent, quantize_latent
+from mha2mla.testing.problems import GroupCodesProblem, with_keys
 from tests.kernels.mixed_attention.problems import (
     SCALE,
     WIDTHS,
@@ -309,3 +310,21 @@ def test_no_synchronisation():
         problem.run()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("has_nope", [True, False])
+def test_codes_are_read_where_they_lie(has_nope):
+    """As over the dequantised latents, with W_UK and without un-rotated queries."""
+    problem = GroupCodesProblem(6, 1, 64, 8, (70, 3), seqlen_q=2)
+    inputs = problem.inputs(torch.float64)
+    q_pe, latent = inputs["q_pe"], with_keys(inputs)["latent_cache"]
+    q_nope = torch.randn(*q_pe.shape[:3], 10 * has_nope, dtype=torch.float64)
+    k_up, v_up = torch.randn(2, 3, 10, 64, dtype=torch.float64)
+    maps = (k_up if has_nope else None, v_up)
+    names = ("block_table", "cache_seqlens")
+    call = {"softmax_scale": 0.3, "backend": "reference", **{name: inputs[name] for name in names}}
+    found, expected = (
+        mla_absorbed(q_nope, q_pe, cache, inputs["rope_cache"], *maps, centers=centers, **call)
+        for cache, centers in ((inputs["latent_cache"], inputs["centers"]), (latent, None))
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

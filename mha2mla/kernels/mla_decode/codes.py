@@ -1,0 +1,254 @@
+"""MLA decode over integer codes of latents: tiles are dequantised into the 16-bit tiles of ``swap_ab`` and its kin.
+
+``codes_portable``: threads read rows from global memory. ``codes_ws``, for Hopper: bulk copies bring pieces of 16
+coded rows, which are contiguous whatever their width; one or two warpgroups dequantise them, centers included, into
+the ring of ``swap_ab_ws``, whose other parts are unchanged.
+"""
+
+from dataclasses import dataclass
+
+import tilelang.language as T
+from tilelang.layout import make_full_bank_swizzled_layout
+
+from mha2mla.kernels.group_codes.kernel import RUN, CodedRow, Unit, dequantise, find_center
+from mha2mla.kernels.machine import GPU, WARPGROUP, Buffers, Machine
+from mha2mla.kernels.mla_decode import swap_ab, swap_ab_ws
+from mha2mla.kernels.mla_decode.codes_selection import PIECE, CodedShape
+from mha2mla.kernels.mla_decode.static import MLATypes
+from mha2mla.kernels.mla_decode.swap_ab_ws import BLOCK, allocate_barriers, allocate_tiles, consume
+from mha2mla.kernels.split_kv import device
+from mha2mla.kernels.split_kv.choice import KernelChoice
+
+# Access that an inline function declares for memory that it writes: as in ``latent_ws``.
+OPAQUE = "r"
+
+INLINE = """
+static __device__ __forceinline__ void load_piece(void* place, const void* source, void* barrier, int bytes,
+                                                  int* is_held, int held) {
+  *is_held = held;
+  const unsigned full = __cvta_generic_to_shared(barrier), to = __cvta_generic_to_shared(place);
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(source), "r"(bytes), "r"(full) : "memory");
+}
+// Eight numbers, or zeros.
+template <bool half>
+static __device__ __forceinline__ void store_run(void* place, const float* values, int held) {
+  unsigned pair[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (half)
+      asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair[i]) : "f"(values[2 * i + 1]), "f"(values[2 * i]));
+    else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair[i]) : "f"(values[2 * i + 1]), "f"(values[2 * i]));
+    pair[i] = held ? pair[i] : 0;
+  }
+  *static_cast<uint4*>(place) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+}
+"""
+
+
+class CodedTypes(MLATypes):
+    """:class:`MLATypes` whose latent_cache is [P,page*bytes of a row] (uint8), followed by centers [2,d_c]."""
+
+    def __init__(self, shape: CodedShape, machine: Machine = GPU):
+        super().__init__(shape, machine)
+        first = {name: self.data.pop(name) for name in ("q_latent", "q_pe", "latent_cache")}
+        rows = machine.strided("lc", [self.num_pages, shape.page_size * shape.row_bytes], "uint8")
+        centers = T.Tensor([2, shape.kv_lora_rank], shape.dtype)
+        self.data = {**first, "latent_cache": rows, "centers": centers, **self.data}
+
+
+def coded_row(shape: CodedShape, on_cpu: bool = False) -> CodedRow:
+    return CodedRow(shape.kv_lora_rank, *shape.code, on_cpu, fused=True)
+
+
+@dataclass(frozen=True)
+class PortableStatic(swap_ab.Static):
+    def latent_source(self, call, memory):
+        return (read_tile, self, call, Unit(coded_row(self.shape, self.machine.on_cpu)), memory.c_tile)
+
+
+@T.macro
+def read_tile(work, t0, k, call, x, tile):
+    """The tokens from ``t0`` on, dequantised; zeros behind the latent's width."""
+    row, on_cpu = coded_row(k.shape, k.machine.on_cpu), k.machine.on_cpu
+    threads, thread = 1 if on_cpu else k.choice.threads, 0 if on_cpu else T.get_thread_binding()
+    tokens = int(tile.shape[0]) // len(work.pieces)
+    first = t0 % work.page_size if len(work.pieces) == 1 else 0
+    for u in work.pieces:
+        for r in T.serial(-(-tokens * row.units // threads)):
+            unit = r * threads + thread
+            if unit < tokens * row.units:
+                i, g, h = unit // row.units, unit % row.units // row.runs, unit % row.runs
+                at = (work.pages[u], (first + i) * k.shape.row_bytes)
+                dequantise(row, call.latent_cache, at, g, h, x)
+                find_center(row, call.latent_cache, at, x)
+                for e in T.unroll(2 * RUN):
+                    column = g * row.group + (h + e // RUN * row.runs) * RUN + e % RUN
+                    tile[u * tokens + i, column] = x.values[e] + T.cast(call.centers[x.second[0], column], T.float32)
+    if int(tile.shape[1]) > k.d_c:
+        for i, d in k.machine.parallel(int(tile.shape[0]), int(tile.shape[1]) - k.d_c):
+            tile[i, k.d_c + d] = T.cast(0, tile.dtype)
+
+
+def make_codes_portable(shape: CodedShape, choice: KernelChoice, machine: Machine = GPU):
+    """A TileLang function ``mla_decode_codes_portable``; :class:`CodedTypes` has its arguments."""
+    return swap_ab._make(PortableStatic(shape, choice, machine), CodedTypes(shape, machine), swap_ab.allocate)
+
+
+class Static(swap_ab_ws.Static):
+    row = property(lambda k: coded_row(k.shape))
+    wideners = property(lambda k: k.choice.threads - k.consumers - WARPGROUP)  # threads that dequantise
+    latent_writers = property(lambda k: k.wideners)
+    registers = property(lambda k: k.choice.registers[0])
+    half = property(lambda k: "true" if k.dtype == "float16" else "false")
+    pieces = property(lambda k: list(range(BLOCK // PIECE)))  # of a tile
+    quads = property(lambda k: 4 if k.row.units % 4 == 0 else 2)  # units of a row that neighbouring threads have
+    # Groups of threads that dequantise rows r and r + 2: there the swizzle exchanges the halves of 64 bytes, so that
+    # no two of eight threads write to the same banks.
+    groups_of_row = property(lambda k: k.row.units // k.quads)
+    at_once = property(lambda k: k.wideners // (2 * k.quads) // k.groups_of_row)  # pairs of rows
+
+    def unit(self, thread):
+        """Unit of a row that a thread has in every row."""
+        return thread // (2 * self.quads) % self.groups_of_row * self.quads + thread % self.quads
+
+    def token(self, thread, r):
+        """Row of a piece that a thread has in its r-th round, from 16 on none."""
+        pair = thread // (2 * self.quads) // self.groups_of_row + r * self.at_once
+        return pair // 2 * 4 + pair % 2 + thread // self.quads % 2 * 2
+
+
+def allocate_codes(k: Static) -> dict:
+    stages = k.choice.code_stages
+    return {
+        "codes": T.alloc_shared([stages, PIECE, k.row.words], T.int32),
+        "held": T.alloc_shared([stages], T.int32),  # 0: the piece lies on no page
+        "codes_full": T.alloc_barrier([1] * stages),
+        "codes_free": T.alloc_barrier([k.wideners] * stages),
+    }
+
+
+@T.macro
+def stream_codes(k, work, call, memory, num_pages, thread, leader):
+    """One warp: the pieces of every tile of this CTA's fragments."""
+    stages = k.choice.code_stages
+    for f in T.serial(work.fragments):
+        device.read_fragment(work, f)
+        for i in T.serial(work.tiles):
+            t0 = work.first_token(i)
+            device.find_pages(work, t0)
+            for v in k.pieces:
+                n = (work.done + i) * len(k.pieces) + v
+                slot, page = n % stages, work.pages[v * len(work.pieces) // len(k.pieces)]
+                in_page = (t0 + v * PIECE) % k.page_size
+                T.barrier_wait(memory.codes_free[slot], ((n // stages) & 1) ^ 1)
+                if thread == leader:
+                    T.call_extern(
+                        "handle",
+                        "load_piece",
+                        T.access_ptr(memory.codes[slot, 0, 0], OPAQUE, PIECE * k.row.words),
+                        T.address_of(
+                            call.latent_cache[T.max(0, T.min(page, num_pages - 1)), in_page * k.shape.row_bytes]
+                        ),
+                        T.address_of(memory.codes_full[slot]),
+                        PIECE * k.shape.row_bytes,
+                        T.access_ptr(memory.held[slot], OPAQUE, 1),
+                        T.cast((page >= 0) & (page < num_pages), T.int32),
+                    )
+        device.end_fragment(work)
+
+
+@T.macro
+def widen(k, work, memory, call, thread):
+    """Warpgroups that dequantise every tile of this CTA's fragments; a thread has the same columns of all rows."""
+    T.set_max_nreg(k.choice.registers[1], int(k.choice.registers[1] * k.choice.threads * k.choice.ctas_per_sm >= 65536))
+    row, stages, code_stages = k.row, k.choice.num_stages, k.choice.code_stages
+    x = Unit(row)
+    center = T.alloc_local([2 * RUN], T.float32)
+    g, h = k.unit(thread) // row.runs, k.unit(thread) % row.runs
+    for e in T.unroll(2 * RUN):
+        center[e] = T.cast(call.centers[0, g * row.group + (h + e // RUN * row.runs) * RUN + e % RUN], T.float32)
+    for f in T.serial(work.fragments):
+        device.read_fragment(work, f)
+        for i in T.serial(work.tiles):
+            n = work.done + i
+            slot = n % stages
+            T.barrier_wait(memory.c_free[slot], ((n // stages) & 1) ^ 1)
+            for v in k.pieces:
+                m = n * len(k.pieces) + v
+                at = m % code_stages
+                T.barrier_wait(memory.codes_full[at], (m // code_stages) & 1)
+                for r in T.serial(-(-PIECE // 2 // k.at_once)):
+                    token = k.token(thread, r)
+                    if (token < PIECE) & (thread < 2 * k.at_once * row.units):
+                        dequantise(row, memory.codes, (at, token), g, h, x)
+                        find_center(row, memory.codes, (at, token), x)
+                        if x.second[0] == 0:
+                            for e in T.unroll(2 * RUN):
+                                x.values[e] += center[e]
+                        else:
+                            for e in T.unroll(2 * RUN):
+                                column = g * row.group + (h + e // RUN * row.runs) * RUN + e % RUN
+                                x.values[e] += T.cast(call.centers[1, column], T.float32)
+                        for u in list(range(2)):
+                            column = g * row.group + (h + u * row.runs) * RUN
+                            T.call_extern(
+                                "handle",
+                                f"store_run<{k.half}>",
+                                T.access_ptr(memory.c_ring[slot, v * PIECE + token, column], OPAQUE, RUN),
+                                T.access_ptr(x.values[u * RUN], "r", RUN),
+                                memory.held[at],
+                            )
+                T.barrier_arrive(memory.codes_free[at])
+            T.fence_proxy_async()
+            T.barrier_arrive(memory.c_full[slot])
+        device.end_fragment(work)
+
+
+@T.macro
+def clear_padding(k, memory, thread):
+    """Columns behind the latent's width, of every slot, once: nothing else writes them."""
+    padding = k.latent_cols - k.d_c
+    for r in T.serial(-(-k.choice.num_stages * BLOCK * padding // k.choice.threads)):
+        e = r * k.choice.threads + thread
+        if e < k.choice.num_stages * BLOCK * padding:
+            memory.c_ring[e // padding // BLOCK, e // padding % BLOCK, k.d_c + e % padding] = T.cast(0, k.dtype)
+    T.fence_proxy_async()
+    T.sync_threads()
+
+
+def make_codes_ws(shape: CodedShape, choice: KernelChoice):
+    """A TileLang function ``mla_decode_codes_ws`` for sm_90; :class:`CodedTypes` has its arguments."""
+    k, types = Static(shape, choice), CodedTypes(shape)
+    first = k.consumers + k.wideners  # thread of the loaders
+
+    @T.macro
+    def body(call):
+        with T.Kernel(k.tiling.num_tiles, types.num_ctas, threads=choice.threads) as (y, cta):
+            T.import_source(INLINE)
+            if choice.ctas_per_sm > 1:
+                T.annotate_min_blocks_per_sm(choice.ctas_per_sm)
+            m = Buffers(**allocate_tiles(k), **allocate_barriers(k), **allocate_codes(k))
+            T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in (m.c_ring, m.k_ring)})
+            thread = T.get_thread_binding()
+            tile = device.locate(types, k.tiling, y, k.d_r)
+            work = device.take_work(call, cta, k.page_size, BLOCK)
+            T.pdl_trigger()
+            if k.latent_cols > k.d_c:
+                clear_padding(k, m, thread)
+            loaders = [
+                (stream_codes, k, work, call, m, types.num_pages),
+                (device.stream, work, call.rope_cache, k.rope_lefts(tile.column), [m.k_ring], m.k_full, m.k_free),
+                (device.stream_queries, work, tile, call.q_latent, m.q_tile, m.q_full, m.q_free, 0),
+            ]
+            device.run_roles(
+                thread,
+                [
+                    *device.consumers(1, consume, k, work, tile, m, call),
+                    (first, widen, k, work, m, call, thread - k.consumers),
+                    (None, device.run_loaders, choice.registers[2], thread, first, loaders),
+                ],
+            )
+
+    return types.make("codes_ws", body)

@@ -1,0 +1,128 @@
+"""Selection of a decode kernel over integer codes of latents, and refusals. Arithmetic only, no TileLang."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+from mha2mla.geometry import LATENT_GROUPS, code_bytes
+from mha2mla.kernels.mla_decode import selection
+from mha2mla.kernels.mla_decode.selection import DecodeShape, padded_latent_columns, rope_blocks
+from mha2mla.kernels.split_kv.choice import (
+    HOPPER,
+    KernelChoice,
+    RowTiling,
+    first_refusal,
+    rank_choices,
+    shared_memory_limit,
+    tile_rows,
+)
+
+BITS = (3, 4, 8)
+PIECE = 16  # coded rows that one bulk copy brings
+LOADING_REGISTERS = {1: 56, 2: 40}  # by CTAs a multiprocessor
+LEAST_WIDENING = 72  # registers of a thread that dequantises a unit of 16 elements
+
+
+def code_of(width: int, row_bytes: int) -> tuple[int, int] | None:
+    """Bits and group of a coded row of ``width`` elements, which its bytes tell apart; None where they are no row's."""
+    formats = ((bits, group) for group in LATENT_GROUPS for bits in BITS if width % group == 0)
+    return next((code for code in formats if code_bytes(width, *code) == row_bytes), None)
+
+
+@dataclass(frozen=True)
+class CodedShape(DecodeShape):
+    """:class:`DecodeShape` of a call over coded rows of ``row_bytes`` bytes."""
+
+    row_bytes: int = 0
+
+    @property
+    def code(self) -> tuple[int, int] | None:
+        """As :func:`code_of`."""
+        return code_of(self.kv_lora_rank, self.row_bytes)
+
+
+def coded_shape(
+    heads: int, groups: int, kv_lora_rank: int, qk_rope_head_dim: int, page_size: int, seqlen_q: int, row_bytes: int,
+    dtype: str,
+) -> CodedShape:  # fmt: skip
+    """Shape of a call with rotary keys in the cache."""
+    return CodedShape(heads, groups, kv_lora_rank, qk_rope_head_dim, page_size, seqlen_q, dtype, row_bytes)
+
+
+def refusal(shape: CodedShape) -> str | None:
+    """Why no TileLang kernel serves a shape on any GPU, or None."""
+    width, bits = shape.kv_lora_rank, " or ".join(map(str, BITS))
+    formats = f"kernels take codes of {bits} bits of whole groups of 32 or 64"
+    own = (shape.code is not None, f"a row of {width} elements has {shape.row_bytes} bytes", formats)
+    return first_refusal((own,)) or selection.refusal(shape)
+
+
+def portable_choices(shape: CodedShape, tiling: RowTiling, capability: int, limit: int) -> selection.Candidates:
+    """``swap_ab`` whose tiles threads dequantise from global memory."""
+    for rank, choice, used in selection._swap_ab(shape, tiling, capability, limit):
+        if choice is not None:
+            words = choice.reason.replace("swap_ab", "codes_portable")
+            choice = selection.replace(choice, kernel="codes_portable", reason=words)
+        yield rank, choice, used
+
+
+def registers_of(needed: int, roles: int, wideners: int, resident: int) -> tuple[int, int, int] | None:
+    """Registers of a thread that computes, dequantises, loads; None if they are not enough."""
+    launched = 65536 // (resident * roles * 128) // 8 * 8
+    loading = min(LOADING_REGISTERS[resident], launched)
+    pool = launched * roles - loading
+    computing = min(240, max(launched, -(-needed // 8) * 8))
+    widening = min(240, (pool - computing) // wideners // 8 * 8)
+    spare = pool - computing - wideners * min(widening, 128)
+    computing = min(240, computing + max(0, spare) // 8 * 8)
+    return (computing, min(widening, 128), loading) if needed <= computing and widening >= LEAST_WIDENING else None
+
+
+def ws_choices(shape: CodedShape, tiling: RowTiling, limit: int) -> selection.Candidates:
+    """Few tiles first, then tiles in flight (to two), then two CTAs or two warpgroups that dequantise."""
+    latent = padded_latent_columns(shape.kv_lora_rank, 128)
+    rope = rope_blocks(tiling, shape.qk_rope_head_dim)
+    if tiling.rows > 32 or shape.kv_lora_rank > selection.WIDE_LATENT or rope.block_rows < tiling.rows:
+        return
+    needed = selection._accumulators(latent, tiling.rows, 64, 128) + selection.CONSUMER_OVERHEAD
+    for resident, num_stages, rope_stages, pieces in product((2, 1), (3, 2), (4, 3, 2), (16, 12, 8, 6, 4, 3, 2)):
+        wideners = 1 if resident == 2 else 2
+        used = selection.swap_ab_ws_shared_memory(tiling, rope, shape.kv_lora_rank, num_stages, rope_stages)
+        used += pieces * (PIECE * shape.row_bytes + 16) + 1024
+        registers = registers_of(needed, 2 + wideners, wideners, resident)
+        choice = selection._choice(
+            "codes_ws", tiling, used,
+            f"{wideners} warpgroup(s) dequantise, {num_stages} latent and {rope_stages} rope stages, {pieces} pieces of"
+            f" {PIECE} coded rows, {resident} CTA(s) a multiprocessor",
+            num_stages=num_stages, rope_stages=rope_stages, threads=128 * (2 + wideners), ctas_per_sm=resident,
+            registers=registers or (0, 0, 0), code_stages=pieces,
+        )  # fmt: skip
+        fits = registers is not None and resident * (used + 1024) <= limit + 1024
+        in_flight = resident * min(pieces, 4 * rope_stages // rope.chunks_per_block)
+        rank = (0, tiling.num_tiles, tiling.rows, -min(8, in_flight), -resident, -in_flight, -num_stages, used)
+        yield rank, choice if fits else None, used
+
+
+def _candidates(shape: CodedShape, capability: int, limit: int) -> Iterator[tuple[Any, KernelChoice | None, int]]:
+    for max_rows in (32, 16):
+        for max_groups in (128, 64, 32, 16, 8, 4, 2, 1):
+            tiling = tile_rows(shape.heads, shape.num_rope_heads, shape.seqlen_q, max_rows, max_groups)
+            if capability == HOPPER:
+                yield from ws_choices(shape, tiling, limit)
+            yield from portable_choices(shape, tiling, capability, limit)
+
+
+def list_kernels(shape: CodedShape, capability: int) -> list[KernelChoice]:
+    """Every configuration that fits the device, the one that the rule would choose first. Raises ValueError as
+    :func:`mha2mla.kernels.mla_decode.selection.list_kernels`."""
+    return rank_choices(shape, capability, _candidates(shape, capability, shared_memory_limit(capability)))
+
+
+@lru_cache(maxsize=4096)
+def select_kernel(shape: CodedShape, capability: int) -> KernelChoice:
+    """The kernel and tiles for ``shape``; arguments and errors as :func:`list_kernels`."""
+    return list_kernels(shape, capability)[0]

@@ -1,0 +1,122 @@
+"""Decode over integer codes of latents: the op beside its definition, the portable kernel, what dispatch takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from mha2mla.kernels import GroupQuantizer, mla_decode
+from mha2mla.kernels.mla_decode.api import GROUP_CODES
+from mha2mla.kernels.mla_decode.codes_selection import code_of, coded_shape, refusal
+from mha2mla.kernels.split_kv.choice import tile_rows
+from mha2mla.testing.problems import GroupCodesProblem, exact
+from tests.few import few
+from tests.kernels.compiled import for_cpu, gate_choice
+from tests.kernels.problems import (
+    assert_right,
+    kernels_of,
+    name,
+    poison_unseen_pages,
+    run_kernels,
+)
+from tests.kernels.test_cpu_target import compiled_combine
+
+SHAPES = [
+    GroupCodesProblem(9, 1, 192, 64, (1, 63, 64, 65, 200)),
+    GroupCodesProblem(14, 2, 64, 16, (5, 70), page_size=16, bits=8, group=64),
+    GroupCodesProblem(6, 1, 96, 24, (129,), page_size=128, bits=3, seqlen_q=4),
+    GroupCodesProblem(4, 2, 128, 8, (70, 140, 64, 200, 90), starts=(1, 64, 63, 199, 90), bits=8),
+    GroupCodesProblem(5, 1, 1024, 16, (70, 1), bits=3, group=64),
+    GroupCodesProblem(4, 1, 64, 16, (0, 1, 500), window=70, sinks=5, page_size=32),
+]
+
+
+def test_bytes_of_a_row_tell_bits_and_group_apart():
+    for width in (32, 64, 192, 512, 1024):
+        groups = [group for group in (32, 64) if width % group == 0]
+        codes = [(bits, group) for bits in (3, 4, 8) for group in groups]
+        assert [code_of(width, GroupQuantizer(*code).bytes_per_row(width)) for code in codes] == codes
+    assert code_of(192, 192) is None and code_of(200, 200) is None
+
+
+@pytest.mark.parametrize("problem", SHAPES, ids=name)
+def test_reference_is_decode_over_the_dequantised_cache(problem):
+    inputs = problem.inputs(torch.float64)
+    plan = None if problem.window is None else problem.plan(inputs)
+    out, lse = mla_decode(**inputs, plan=plan, return_lse=True)
+    expected, expected_lse = exact(inputs, **problem.visibility)
+    assert torch.allclose(out, expected, rtol=1e-12, atol=1e-12)
+    assert torch.allclose(lse, expected_lse, rtol=1e-12, atol=1e-12)
+
+
+@cache
+def compiled_split(shape):
+    from mha2mla.kernels.machine import Machine
+
+    choice = next(c for c in kernels_of(GROUP_CODES, shape, 90) if c.kernel == "codes_portable")
+    tiling = tile_rows(shape.heads, shape.num_rope_heads, shape.seqlen_q, 32, 8)
+    choice = replace(choice, tiling=tiling, threads=1)
+    return for_cpu(GROUP_CODES.make_split(replace(shape, dtype="float32"), choice, Machine(True)))
+
+
+@few("problem", SHAPES, count=4, ids=name)
+def test_portable_kernel_on_cpu_target(problem):
+    pytest.importorskip("tilelang", reason="TileLang is not installed")
+    inputs = poison_unseen_pages(problem, problem.inputs(torch.float32))
+    kernels = compiled_split(problem.shape("float32")), compiled_combine(problem.heads, problem.kv_lora_rank, 64)
+    for num_ctas in (1, 7):
+        assert_right(inputs, *run_kernels(problem, *kernels, inputs, num_ctas), **problem.visibility)
+
+
+def test_no_page_inside_a_length_is_zeros():
+    problem = GroupCodesProblem(6, 1, 64, 8, (70, 200), page_size=16)
+    inputs = problem.inputs(torch.float32)
+    kernels = compiled_split(problem.shape("float32")), compiled_combine(6, 64, 64)
+    holes, wide = inputs["block_table"].clone(), {**inputs}
+    filled = holes.clone()
+    for number, ((row, entry), hole) in enumerate({(0, 0): -1, (1, 5): 10**6}.items()):
+        holes[row, entry], filled[row, entry] = hole, len(inputs["latent_cache"]) + number
+    wide["latent_cache"] = problem.quantizer.decode(inputs["latent_cache"], 64, centers=inputs["centers"])
+    del wide["centers"]
+    for each in ("latent_cache", "rope_cache"):
+        wide[each] = torch.cat((wide[each], torch.zeros_like(wide[each][:2])))
+    found = run_kernels(problem, *kernels, inputs | {"block_table": holes}, 3)
+    assert_right(wide | {"block_table": filled}, *found)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"backend": "tilelang"}, "backend is 'tilelang', which refuses this call"),
+        ({"latent_cache": torch.zeros(5, 64, 20)}, "latent_cache.dtype is torch.float32"),
+        ({"centers": torch.zeros(2, 16)}, r"centers.shape is \(2, 16\)"),
+    ],
+)
+def test_refusals_name_the_argument(change, message):
+    inputs = GroupCodesProblem(4, 2, 32, 8, (5,)).inputs(torch.float32)
+    with pytest.raises(ValueError, match=message):
+        mla_decode(**inputs | change)
+
+
+def test_other_rows_are_refused():
+    assert "has 99 bytes" in refusal(coded_shape(4, 1, 64, 8, 64, 1, 99, "bfloat16"))
+    assert refusal(coded_shape(4, 1, 64, 8, 64, 1, 40, "bfloat16")) is None
+
+
+CHOSEN = [
+    (GroupCodesProblem(32, 1, 512, 64, ()), "bfloat16", "codes_ws"),
+    (GroupCodesProblem(9, 1, 192, 64, (), bits=3), "float16", "codes_ws"),
+    (GroupCodesProblem(28, 1, 512, 128, (), bits=8), "bfloat16", "codes_ws"),
+    (GroupCodesProblem(32, 1, 512, 64, (), bits=8, page_size=16, seqlen_q=8), "bfloat16", "codes_ws"),
+    (GroupCodesProblem(14, 2, 96, 16, (), bits=4), "bfloat16", "codes_ws"),
+    (GroupCodesProblem(32, 1, 512, 64, (), bits=4), "bfloat16", "codes_portable"),
+]
+
+
+@few("problem, dtype, kernel", CHOSEN, count=3)
+def test_kernels_fit(problem, dtype, kernel):
+    choice = next(c for c in kernels_of(GROUP_CODES, problem.shape(dtype), 90) if c.kernel == kernel)
+    gate_choice(GROUP_CODES, problem.shape(dtype), choice, 90, slack=4096)
