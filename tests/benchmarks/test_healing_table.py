@@ -25,5 +25,5 @@ def test_a_conversion_has_the_arm_that_held_out_windows_choose(tmp_path, capsys)
     assert capsys.readouterr().out.splitlines() == [
         "| bytes kept | before, 512 / 8,192 | after | held-out KL | trained | time |",
         "|---|---|---|---|---|---|",
-        "| 0.188, 16 bits | 1.450 / 1.500 | 1.100 / 1.200 | 0.400 → 0.200 | all weights, 1e-04, 2.0M tokens | 21 s |",
+        "| 0.1875, 16 bits | 1.450 / 1.500 | 1.100 / 1.200 | 0.400 → 0.200 | all weights, 1e-04, 2.0M tokens | 21 s |",
     ]
