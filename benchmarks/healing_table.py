@@ -38,7 +38,7 @@ def lines(rows: Sequence[dict[str, Any]]) -> list[str]:
         what = f"{_TRAINED[new['train']]}, {new['rate']:.0e}, {new['tokens'] / 1e6:.1f}M tokens"
         kl = f"{new['kl_held_out_before']:.3f} → {new['kl_held_out']:.3f}"
         bits = conversion.partition("x")[2] or "16"
-        cells = [f"{old['bytes']:.3f}, {bits} bits", ratios(old), ratios(new), kl, what, f"{new['seconds']:.0f} s"]
+        cells = [f"{old['bytes']:.4g}, {bits} bits", ratios(old), ratios(new), kl, what, f"{new['seconds']:.0f} s"]
         found.append((old["bytes"], f"| {' | '.join(cells)} |"))
     return [line for _, line in sorted(found, reverse=True)]
 
