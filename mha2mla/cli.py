@@ -19,10 +19,12 @@ from mha2mla.environment import installed_version, thread_hint
 from mha2mla.eval_verbs import checks, evaluation
 from mha2mla.files import output_file, page, report, report_file, write_output
 from mha2mla.flags import (
+    HEALING,
     RECIPE,
     SEVERAL,
     Device,
     Dtype,
+    HealingFlags,
     Json,
     Numbers,
     RecipeFlags,
@@ -104,30 +106,14 @@ def heal(
     /,
     *,
     preset: healing.PresetName = "standard",
-    minutes: float | None = None,
-    tokens: int | None = None,
-    train: healing.Trained = "attention",
-    rate: float = 1e-4,
-    latent_rate: float | None = None,
-    lora_rank: int = 16,
     text: str = healing.DEFAULT_TEXT,
-    text_tokens: int | None = None,
-    length: int | None = None,
-    long_length: int | None = None,
-    long_share: float = 0.2,
-    own_share: float = 0.0,
-    batch_tokens: int | None = None,
-    tokens_at_once: int | None = None,
-    checkpointing: healing.Checkpointing = "auto",
-    evaluations: int = 10,
-    keep: healing.Keep = "best",
-    seed: int = 0,
     device: Device = None,
     dtype: Dtype | None = None,
     overwrite: bool = False,
     resume: Literal["auto", "never"] = "auto",
     log: str | None = None,
     json: Json = None,
+    settings: Annotated[HealingFlags, Parameter(name="*", group=HEALING)] = HealingFlags(),  # noqa: B008  frozen by use
 ) -> None:
     """Trains a converted checkpoint towards the predictions of its source.
 
@@ -138,37 +124,14 @@ def heal(
         converted: folder or hub id of a conversion of it; never written to.
         destination: folder to write; appears whole or not at all.
         preset: quick, standard or long, for 5, 15 or 480 minutes of training, with their text, windows and batches.
-        minutes: of training on this machine; default the preset's.
-        tokens: to train on, at most; alone in place of minutes.
-        train: attention, lora (adapters of attention's projections, merged at the end) or all weights.
-        rate: learning rate.
-        latent_rate: of the maps to and from the latent; default as rate.
-        lora_rank: of an adapter.
         text: generated, which the source writes at temperature 1, a file, or names of texts joined by +.
-        text_tokens: different tokens of text, at most; more training passes over them again.
-        length: tokens of a short window.
-        long_length: tokens of a long window, a multiple of length.
-        long_share: share of the tokens that stand in long windows.
-        own_share: share of the tokens that the converted model writes itself, in short windows.
-        batch_tokens: of an optimizer step.
-        tokens_at_once: of a pass, as memory allows.
-        checkpointing: whether activations are recomputed to save memory; auto does where hidden states are wide.
-        evaluations: of held-out windows while it trains, and as many checkpoints.
-        keep: weights with the best loss on held-out windows, or the last ones.
-        seed: of text, order and adapters.
         dtype: of the written weights; default those of the conversion.
         overwrite: replace a destination that is empty or converted.
         resume: auto goes on from the last checkpoint of a killed run, never discards it.
         log: JSON file that has the curve of the losses so far, after every evaluation.
     """
     record = report_file(json, "healing", source, converted, made=destination)
-    given = {
-        "minutes": minutes, "tokens": tokens, "train": train, "rate": rate, "latent_rate": latent_rate,
-        "lora_rank": lora_rank, "text_tokens": text_tokens, "length": length, "long_length": long_length,
-        "long_share": long_share, "own_share": own_share, "batch_tokens": batch_tokens,
-        "tokens_at_once": tokens_at_once, "checkpointing": checkpointing, "evaluations": evaluations,
-        "keep": keep, "seed": seed,
-    }  # fmt: skip
+    given = {name: value for name, value in vars(settings).items() if value is not None}
     healing.Settings.of(preset, **given)
     check_text(text)
     find_checkpoint(source, "source")

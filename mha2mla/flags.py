@@ -6,7 +6,7 @@ import re
 import types
 import typing
 from collections.abc import Sequence
-from dataclasses import field, fields, make_dataclass
+from dataclasses import MISSING, field, fields, make_dataclass
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -14,6 +14,7 @@ from cyclopts import Group, Parameter, Token
 from docstring_parser import parse
 
 from mha2mla.conversion import presets, recipe
+from mha2mla.healing import settings as healing
 from mha2mla.texts import check_text
 
 
@@ -70,31 +71,48 @@ def _number_or_word(hint: Any, tokens: Sequence[Token]) -> Any:
         return text
 
 
-def _recipe_flag(key: str, metavar: str, text: str, default: Any, **how: Any) -> tuple[str, Any, Any]:
-    # None stands for "not given", so that only given flags override the file.
+def _described(settings: type) -> dict[str, str]:
+    """Field of a dataclass → what its docstring says of it."""
+    found = parse(settings.__doc__).params
+    return {name: each.description for each in found for name in each.arg_name.split(", ")}
+
+
+def _optional_flag(key: str, hint: Any, text: str, default: Any, **how: Any) -> tuple[str, Any, Any]:
+    # None stands for "not given", so that only given flags override a file or a preset.
     sentence = re.split(r"(?<=[.)])\s+(?=[A-Z*])", " ".join(text.replace("``", "").split()))[0]
     shown = sentence + ("" if default is None else f" [default: {default}]")
-    parameter = Parameter(name=flag(key), metavar=metavar, help=shown, n_tokens=1, **how)
-    return key.replace(".", "__"), Annotated[str | None, parameter], field(default=None)
+    parameter = Parameter(name=flag(key), help=shown, **how)
+    return key.replace(".", "__"), Annotated[hint | None, parameter], field(default=None)
 
 
 def _recipe_flags() -> list[tuple[str, Any, Any]]:
-    found = [_recipe_flag("preset", _shown("preset", presets.PresetName), "source of all other keys", presets.AUTO)]
+    how = {"metavar": _shown("preset", presets.PresetName), "n_tokens": 1}
+    found = [_optional_flag("preset", str, "source of all other keys", presets.AUTO, **how)]
     for stage in recipe.STAGES.values():
-        texts, hints = (
-            {each.arg_name: each.description for each in parse(stage.__doc__).params},
-            typing.get_type_hints(stage),
-        )
+        texts, hints = _described(stage), typing.get_type_hints(stage)
         for each in fields(stage):
             key, hint = stage.prefix + each.name, hints[each.name]
-            how = {} if hint is str else {"converter": _number_or_word}
+            how = {"metavar": _shown(each.name, hint), "n_tokens": 1}
+            how |= {} if hint is str else {"converter": _number_or_word}
             default = None if presets.is_device_dependent(key) else each.default
-            found.append(_recipe_flag(key, _shown(each.name, hint), texts[each.name], default, **how))
+            found.append(_optional_flag(key, str, texts[each.name], default, **how))
     return found
+
+
+def _healing_flags() -> list[tuple[str, Any, Any]]:
+    texts, hints = _described(healing.Settings), typing.get_type_hints(healing.Settings)
+    return [
+        _optional_flag(each.name, hints[each.name], texts[each.name], None if each.default is MISSING else each.default)
+        for each in fields(healing.Settings)
+        if each.name != "preset"
+    ]
 
 
 # One field for each key of a recipe. Without __module__ cyclopts takes it for a class of the standard library.
 RecipeFlags = make_dataclass("RecipeFlags", _recipe_flags(), namespace={"__module__": __name__})
+# The settings of a healing beside its preset.
+HealingFlags = make_dataclass("HealingFlags", _healing_flags(), namespace={"__module__": __name__})
+HEALING = Group("Settings", help="Flags override the preset, which has minutes, text, windows and batches.")
 RECIPE = Group(
     "Recipe", help="Flags override --recipe, the file the preset. A default is shown where every machine has the same."
 )

@@ -49,6 +49,22 @@ def tiny_source(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture(scope="session")
+def source(tmp_path_factory: pytest.TempPathFactory):
+    """Folder of a random two-layer Llama whose attention looks at content; tests that change it copy it."""
+    from tests.conversion import tiny
+
+    return tiny.checkpoint(tmp_path_factory.mktemp("source") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_source):
+    """Tokenizer of ``tiny_source``: a letter is a token."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_source)
+
+
+@pytest.fixture(scope="session")
 def tiny_converted(tiny_source, tmp_path_factory: pytest.TempPathFactory):
     """The same model converted to half its cache, per-group ``k_pe``."""
     import mha2mla

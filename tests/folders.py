@@ -41,5 +41,12 @@ def edit_weights(
     save_file(kept, path, {"format": "pt"})
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Bytes of every file below a folder by its path there; None for what is no file."""
+    found = {str(path.relative_to(folder)): path for path in folder.rglob("*")}
+    return {name: path.read_bytes() if path.is_file() else None for name, path in found.items()}
+
+
+def listing(folder: Path) -> list[str]:
+    """Names in a folder, sorted."""
+    return sorted(path.name for path in folder.iterdir())

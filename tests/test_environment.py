@@ -32,39 +32,30 @@ def test_one_line_names_device_versions_and_date():
 
 
 def test_the_gpu_line_carries_driver_clocks_and_cap():
-    found = collect_environment() | {
-        "gpu": "NVIDIA H200",
-        "driver": "580.1",
-        "sm_clock_mhz": 1980,
-        "sm_clock_max_mhz": 1980,
-        "power_cap_w": 700.0,
-    }
-    assert "NVIDIA H200 (driver 580.1, SM 1980 of 1980 MHz, cap 700 W)" in describe_environment(found)
+    gpu = {"gpu": "NVIDIA H200", "driver": "580.1", "power_cap_w": 700.0}
+    clocks = dict.fromkeys(("sm_clock_mhz", "sm_clock_max_mhz"), 1980)
+    line = describe_environment(collect_environment() | gpu | clocks)
+    assert "NVIDIA H200 (driver 580.1, SM 1980 of 1980 MHz, cap 700 W)" in line
 
 
-def test_nvidia_smi_answer_is_read(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("script", "values"),
+    [
+        (
+            "echo 'NVIDIA H200, 580.95.05, 345, 1980, 3201, 700.00, 143771'",
+            ["NVIDIA H200", "580.95.05", 345, 1980, 3201, 700.0, 143771],
+        ),
+        ("echo 'No devices were found' >&2\nexit 6", None),
+    ],
+    ids=["answer", "broken"],
+)
+def test_nvidia_smi_is_read(script, values, tmp_path, monkeypatch):
     """Against a stand-in that answers in nvidia-smi's format."""
-    script = tmp_path / "nvidia-smi"
-    script.write_text("#!/bin/sh\necho 'NVIDIA H200, 580.95.05, 345, 1980, 3201, 700.00, 143771'\n")
-    script.chmod(0o755)
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert module._gpu_from_smi(0) == {
-        "gpu": "NVIDIA H200",
-        "driver": "580.95.05",
-        "sm_clock_mhz": 345,
-        "sm_clock_max_mhz": 1980,
-        "memory_clock_mhz": 3201,
-        "power_cap_w": 700.0,
-        "memory_mib": 143771,
-    }
-
-
-def test_a_broken_nvidia_smi_is_no_gpu(tmp_path, monkeypatch):
-    script = tmp_path / "nvidia-smi"
-    script.write_text("#!/bin/sh\necho 'No devices were found' >&2\nexit 6\n")
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert module._gpu_from_smi(0) is None
+    keys = ("gpu", "driver", "sm_clock_mhz", "sm_clock_max_mhz", "memory_clock_mhz", "power_cap_w", "memory_mib")
+    assert module._gpu_from_smi(0) == (values and dict(zip(keys, values, strict=True)))
 
 
 def test_commit_is_gits_own_or_what_the_variable_says(monkeypatch):
@@ -98,12 +89,8 @@ print(faults())
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's own")
 def test_keep_freed_memory_avoids_page_faults():
-    found = [
-        int(
-            subprocess.run([sys.executable, "-c", FAULTS, module.__file__, how], capture_output=True, check=True).stdout
-        )
-        for how in ("leave", "keep")
-    ]
+    command = [sys.executable, "-c", FAULTS, module.__file__]
+    found = [int(subprocess.check_output([*command, how])) for how in ("leave", "keep")]
     # Huge pages of 2 MiB would be as few as 128 faults; what is kept has none.
     assert found[0] > 64 and found[1] < found[0] / 8
 

@@ -12,6 +12,7 @@ from mha2mla.eval.report import write_json
 from mha2mla.files import atomic_write, output_file, page, report_file
 from mha2mla.plotting import Curve, Panel, Picture
 from tests.commands import run
+from tests.folders import contents
 
 OUTPUTS = {
     "convert": ("convert", "source", "made", "--json"),
@@ -71,11 +72,6 @@ def folder(tmp_path, monkeypatch) -> Path:
         os.symlink("circle" + suffix, "circle" + suffix)
         os.link("source/model.safetensors", "hard" + suffix)
     return tmp_path
-
-
-def contents(folder: Path) -> dict[str, object]:
-    files = {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
-    return {str(path.relative_to(folder)): found for path, found in files.items()}
 
 
 @pytest.mark.parametrize("output", OUTPUTS)

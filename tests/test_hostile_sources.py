@@ -87,11 +87,6 @@ CONFIGS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return tiny.checkpoint(tmp_path_factory.mktemp("source") / "tiny")
-
-
 @pytest.fixture
 def damaged(source, tmp_path):
     """A copy whose big files are links: writing one anew leaves the original alone."""

@@ -3,12 +3,11 @@
 import json
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from mha2mla.conversion.calibration import windows
 from tests.conversion import tiny
 
+LONG = {"rope_longrope_table": "long"}
 ORIGINAL = tiny.LONGROPE["original_max_position_embeddings"]
 SHORT = {"preset": "minimal", "calibration_text": "builtin:prose", "calibration_tokens": 384, "calibration_lengths": 64}
 
@@ -32,28 +31,19 @@ def test_either_table_is_verified_where_the_source_uses_it(table, length, calibr
     assert report.parity.logits_relative_error <= 1e-4
     assert (report.evaluation_length <= ORIGINAL) == (table == "short")
     assert report.calibrated_length == (ORIGINAL if table == "short" else None)  # exact as far as the table reaches
-    tokens = tiny.some_tokens(2, length)
-    models = [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (source, tmp_path / "out")]
-    with torch.inference_mode():
-        expected, actual = (model(tokens).logits for model in models)
-    assert float((actual - expected).norm() / expected.norm()) <= 1e-4
+    expected, actual = (tiny.logits(folder, tiny.some_tokens(2, length)) for folder in (source, tmp_path / "out"))
+    assert tiny.relative(actual, expected) <= 1e-4
 
 
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"recipe": {"rope_longrope_table": "long"}}, "calibration.lengths is 64; expected at least 65"),
+        ({"recipe": LONG}, "calibration.lengths is 64; expected at least 65"),
         ({"recipe": {"calibration_lengths": 65}}, "calibration.lengths is 65; expected at most 64"),
-        (
-            {"recipe": {"rope_longrope_table": "long"}, "calibration": 64},
-            "calibration has windows of 64 .* at least 65",
-        ),
+        ({"recipe": LONG, "calibration": 64}, "calibration has windows of 64 .* at least 65"),
         ({"calibration": 65}, "calibration has windows of 65 tokens; expected at most 64.* the short table"),
         ({"evaluation": 65}, "evaluation has windows of 65 tokens; expected at most 64"),
-        (
-            {"recipe": {"rope_longrope_table": "long", "cache_ratio": 1.0}, "evaluation": 9},
-            "evaluation has windows of 9 ",
-        ),
+        ({"recipe": {**LONG, "cache_ratio": 1.0}, "evaluation": 9}, "evaluation has windows of 9 "),
     ],
 )
 def test_windows_that_the_source_serves_by_the_other_table_are_refused(keys, named, source, tmp_path):
@@ -77,9 +67,8 @@ def test_a_lossy_conversion_is_calibrated_and_measured_by_its_own_table(table, l
 def test_the_default_text_is_long_enough_for_the_long_table(tmp_path, monkeypatch):
     rope = {**tiny.LONGROPE, "original_max_position_embeddings": 2100}
     source = tiny.checkpoint(tmp_path / "source", "llama", rope_parameters=rope, max_position_embeddings=8400)
-    monkeypatch.setattr(
-        windows, "load_text", lambda name, _: {"builtin:stdlib": "some words " * 200}[name]
-    )  # 2 MB otherwise
+    texts = {"builtin:stdlib": "some words " * 200}  # 2 MB otherwise
+    monkeypatch.setattr(windows, "load_text", lambda name, _: texts[name])
     report = convert(source, tmp_path / "out", {**SHORT, "rope_longrope_table": "long", "cache_ratio": 1.0})
     assert report.evaluation_text == "builtin:stdlib" and report.evaluation_length == 2101
     assert report.parity.logits_relative_error <= 1e-4

@@ -47,10 +47,7 @@ def test_latency_says_which_models_it_wants(arguments, message, capsys):
         ("convert a b --calibration.text builtin:opticks+builtin:stdlb", "did you mean 'builtin:stdlib'?"),
         ("eval quality a b --text optick", "text 'optick' is no file"),
         ("convert a b --layout cubist", "layout is 'cubist'; expected one of 'per-group', 'shared', 'latent'"),
-        (
-            "convert a b --calibration.lengths 512,700",
-            "calibration.lengths is [512, 700]; expected lengths that divide",
-        ),
+        ("convert a b --calibration.lengths 512,700", "calibration.lengths is [512, 700]; expected lengths that"),
         ("convert a b --latent.ranks uneven", "latent.ranks is 'uneven'; expected 'uniform', 'measured' or a list of"),
         ("convert a b --dtype float8", 'Invalid value "float8" for --dtype. Choose from: "float32", "bfloat16", "flo'),
         ("convert a b --resume maybe", 'Invalid value "maybe" for --resume. Choose from: "auto", "never"'),
@@ -199,16 +196,8 @@ def test_messages_name_flags(tiny_source, tiny_converted, capsys):
         ("convert a b --latent.rul x", "Unknown option: --latent.rul. Did you mean --latent.rule?", " convert"),
         ("eval quality a b --speed 11", "Unknown option: --speed", " eval quality"),
         ("eval quality a b --text", "parameter --text requires", " eval quality"),
-        (
-            "eval latency a b --batch-sizes 1;8",
-            "whole numbers joined by commas, such as 1,8, and not '1;8'",
-            " eval latency",
-        ),
-        (
-            "eval latency a b --layer one",
-            'Invalid value for --layer: unable to convert "one" into int',
-            " eval latency",
-        ),
+        ("eval latency a b --batch-sizes 1;8", "whole numbers joined by commas, such as 1,8", " eval latency"),
+        ("eval latency a b --layer one", 'for --layer: unable to convert "one" into int', " eval latency"),
     ],
 )
 def test_wrong_word_names_verb_and_alternative(argv, message, verb, capsys):

@@ -16,8 +16,7 @@ from torch import nn
 from torch.func import functional_call
 from transformers import PreTrainedConfig
 
-from mha2mla.conversion.calibration.activations import SPILL_BYTES, ActivationStore, device_for_activations
-from mha2mla.conversion.calibration.blocks import TokenBlocks
+from mha2mla.conversion.calibration.blocks import SPILL_BYTES, ActivationStore, TokenBlocks, device_for_activations
 from mha2mla.conversion.calibration.statistics import LayerStatistics, StatisticsCollector
 from mha2mla.conversion.families import FamilyAdapter, SourceSpec
 from mha2mla.conversion.fit.reconstruction import (

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from mha2mla.conversion.calibration.activations import SPILL_BYTES, ActivationStore
-from mha2mla.conversion.calibration.blocks import TokenBlocks
+from mha2mla.conversion.calibration.blocks import SPILL_BYTES, ActivationStore, TokenBlocks
 from mha2mla.conversion.families.spec import visible
 from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION, UNGROUPED_SDPA, ungrouped_sdpa
 from mha2mla.conversion.source.streaming import BATCH_TOKENS, StreamedModel

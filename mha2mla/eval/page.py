@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from mha2mla.conversion.result.card import RECORD_FILE
 from mha2mla.environment import describe_environment
 from mha2mla.eval import generation, plots, probes, quality, tasks
 from mha2mla.eval.measurement import LatencyRows
-from mha2mla.eval.report import flat, format_value
+from mha2mla.eval.report import flat, format_value, markdown_table, markdown_text
 from mha2mla.files import MARKDOWN_HEAD, OutputPath, page, write_output
 from mha2mla.plotting import Picture, check_installed, dark_style
 
@@ -426,26 +425,14 @@ def _html(title: str, facts: Sequence[tuple[str, str]], sections: Sequence[Secti
 
 
 def _markdown(title: str, facts: Sequence[tuple[str, str]], sections: Sequence[Section]) -> str:
-    parts = [MARKDOWN_HEAD, f"# {_plain(title)}"]
-    parts.append("\n".join(f"* **{value}** {_plain(what)}" for value, what in facts))
+    parts = [MARKDOWN_HEAD, f"# {markdown_text(title)}"]
+    parts.append("\n".join(f"* **{value}** {markdown_text(what)}" for value, what in facts))
     for section in sections:
         parts += [f"## {section.title}", section.text]
         for block in section.blocks:
-            parts.append(f"**{_plain(block.headline)}**")
+            parts.append(f"**{markdown_text(block.headline)}**")
             if block.rows:
-                parts.append(_markdown_table(block))
+                parts.append(markdown_table(block.rows, block.headings))
             if block.code:
                 parts.append(f"```\n{block.code}\n```")
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _markdown_table(block: Block) -> str:
-    headings = block.headings
-    lines = [" | ".join(map(_plain, headings.values())), " | ".join(["---"] * len(headings))]
-    lines += [" | ".join(_plain(format_value(row.get(key))) for key in headings) for row in block.rows]
-    return "\n".join(f"| {line} |" for line in lines)
-
-
-def _plain(text: str) -> str:
-    """Text that Markdown shows as it is, on one line."""
-    return re.sub(r"([\\`*_|\[\]])", r"\\\1", escape(text, quote=False)).replace("\r", "").replace("\n", "<br>")

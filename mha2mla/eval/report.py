@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
@@ -108,6 +109,19 @@ def html_table(rows: Sequence[Row], columns: Mapping[str, str] | None = None, *,
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
     head = f"<thead><tr>{head}</tr></thead>" if any(headings.values()) else ""
     return f"<table><caption>{escape(title)}</caption>{head}<tbody>{body}</tbody></table>"
+
+
+def markdown_table(rows: Sequence[Row], columns: Mapping[str, str] | None = None) -> str:
+    """Rows as a Markdown table; arguments as of :func:`print_table`."""
+    headings = _headings(rows, columns)
+    lines = [list(headings.values()), ["---"] * len(headings)]
+    lines += [[format_value(row.get(key)) for key in headings] for row in rows]
+    return "\n".join(f"| {' | '.join(map(markdown_text, line))} |" for line in lines)
+
+
+def markdown_text(text: str) -> str:
+    """Text that Markdown shows as it is, on one line."""
+    return re.sub(r"([\\`*_|\[\]])", r"\\\1", escape(text, quote=False)).replace("\r", "").replace("\n", "<br>")
 
 
 def _headings(rows: Sequence[Row], columns: Mapping[str, str] | Sequence[str] | None) -> dict[str, str]:

@@ -62,7 +62,7 @@ class Settings:
         ValueError: a value outside these, by name.
     """
 
-    preset: str
+    preset: PresetName
     minutes: float | None
     text_tokens: int
     length: int
@@ -70,15 +70,15 @@ class Settings:
     batch_tokens: int
     tokens_at_once: int
     tokens: int | None = None
-    train: str = "attention"
+    train: Trained = "attention"
     rate: float = 1e-4
     latent_rate: float | None = None
     lora_rank: int = 16
     long_share: float = 0.2
     own_share: float = 0.0
-    checkpointing: str = "auto"
+    checkpointing: Checkpointing = "auto"
     evaluations: int = 10
-    keep: str = "best"
+    keep: Keep = "best"
     seed: int = 0
 
     def __post_init__(self) -> None:

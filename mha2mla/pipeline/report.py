@@ -20,7 +20,7 @@ from mha2mla.conversion.source.files import identify
 from mha2mla.conversion.source.opening import OpenedFolder
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.environment import collect_environment, describe_environment, installed_version
-from mha2mla.eval.report import html_table
+from mha2mla.eval.report import html_table, markdown_table
 from mha2mla.geometry import MLAGeometry
 from mha2mla.pipeline.check import Arguments, HeldOut
 from mha2mla.stored_tensors import num_parameters
@@ -31,6 +31,14 @@ if TYPE_CHECKING:
 
 
 _BY_LAYER = {"ranks": "kv_lora_rank", "bits": "latent_bits"}
+# Key of a layer's row → heading in the card; others, such as ranks and seconds, follow under their own names.
+LAYER_COLUMNS = {
+    "layer": "layer",
+    "score_error": "scores",
+    "output_error": "attention output",
+    "stream_output_error": "attention output, in stream",
+    "hidden_error": "hidden states",
+}
 
 
 def _peak_rss_bytes() -> int:
@@ -253,12 +261,15 @@ def write_report(arguments: Arguments, device: torch.device, folder: Path, repor
     except ImportError as error:
         plot = None
         arguments.say(f"the model card has no plot: {error}")
+    keys = dict.fromkeys([*LAYER_COLUMNS, *(key for row in report.layers for key in row)])
+    shown = [key for key in keys if any(row.get(key) not in (None, "") for row in report.layers)]
     card = model_card(
         values,
         made=made,
         metadata=card_metadata(Path(report.source), report.source_name),
         plot=plot,
-        record=RECORD_FILE,
+        layers=markdown_table(report.layers, {key: LAYER_COLUMNS.get(key, key) for key in shown}),
+        geometry=markdown_table([values["geometry"]]),
         environment=describe_environment(environment),
     )
     (folder / CARD_FILE).write_text(card, encoding="utf-8")

@@ -12,8 +12,7 @@ from typing import Any, Literal
 import torch
 
 from mha2mla.checkpoints import CheckpointError
-from mha2mla.conversion.calibration.activations import SPILL_BYTES
-from mha2mla.conversion.calibration.blocks import Windows
+from mha2mla.conversion.calibration.blocks import SPILL_BYTES, Windows
 from mha2mla.conversion.extension import CalibrationSource
 from mha2mla.conversion.fit.reconstruction import ReconstructionError
 from mha2mla.conversion.presets import PresetName, better_than

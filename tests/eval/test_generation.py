@@ -2,17 +2,12 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from mha2mla.eval import generation
 from mha2mla.eval.generation import GenerationSettings, compare_generation, is_loop
 
 SETTINGS = GenerationSettings(prompt_lengths=(12,), new_tokens=64, prompts=2, text="builtin:prose")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_source):
-    return AutoTokenizer.from_pretrained(tiny_source)
 
 
 def _greedy(model, prompt, count, ends):

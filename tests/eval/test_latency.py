@@ -111,10 +111,8 @@ def test_float32_rounding_is_not_called_wrong(geometry, batch, seqlen):
 
 
 def test_decode_step_rows(tiny_source, tiny_converted):
-    models = {
-        "source": AutoModelForCausalLM.from_pretrained(tiny_source),
-        "converted": AutoModelForCausalLM.from_pretrained(tiny_converted),
-    }
+    folders = {"source": tiny_source, "converted": tiny_converted}
+    models = {name: AutoModelForCausalLM.from_pretrained(folder) for name, folder in folders.items()}
     rows = decode_step_latency(models, batch_sizes=(1, 3), seqlens=(2, 40, 70), prefill_chunk=33, **QUICK)
     assert [(row["implementation"], row["batch"], row["seqlen"]) for row in rows] == [
         (name, batch, seqlen) for name in models for batch in (1, 3) for seqlen in (2, 40, 70)
@@ -401,34 +399,19 @@ def test_attention_rows_on_a_gpu():
 
 
 def test_latency_tables_fit_100_columns(capsys):
+    def row(op, implementation, *found, status="ok"):
+        row = {"op": op, "implementation": implementation, "batch": 256, "seqlen": 131072, "status": status}
+        return row | {key: value for each in found for key, value in each.items()}
+
     times = {"us_p20": 123.4, "us_p50": 123.4, "us_p80": 123.4, "us_graph": 123.4, "gb_per_s": 4321.0, "error": 1e-7}
-    rest = {
-        "speed_up": 0.1234,
-        "limit_us": 123.4,
-        "of_limit": 0.1234,
-        "cache_bytes": 9 * 2**30,
-        "batch": 256,
-        "seqlen": 131072,
-    }
+    rest = {"speed_up": 0.1234, "limit_us": 123.4, "of_limit": 0.1234, "cache_bytes": 9 * 2**30}
     whole = {"first_token_ms": 123.4, "tokens_per_s": 54321.0, "peak_bytes": 70 * 2**30, "largest_batch": 12345}
-    absent = {
-        "status": "missing: runs on CUDA devices; device is cpu",
-        "op": "attention",
-        "implementation": "gqa_decode",
-    }
     rows = LatencyRows(
         [
-            {"op": "attention", "implementation": "mla_decode (reference)", "status": "ok", **times, **rest},
-            {"batch": 256, "seqlen": 131072, **absent},
-            {
-                "op": "decode step",
-                "implementation": "converted",
-                "status": "ok",
-                **times,
-                **rest,
-                "ms_per_token": 12.34,
-            },
-            {"op": "generate", "implementation": "converted", "status": "ok", **rest, **whole, "ms_per_token": 12.34},
+            row("attention", "mla_decode (reference)", times, rest),
+            row("attention", "gqa_decode", status="missing: runs on CUDA devices; device is cpu"),
+            row("decode step", "converted", times, rest, {"ms_per_token": 12.34}),
+            row("generate", "converted", rest, whole, {"ms_per_token": 12.34}),
         ]
     )
     for op, shown, columns in rows.tables():

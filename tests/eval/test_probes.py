@@ -48,11 +48,6 @@ class Copyist(torch.nn.Module):
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tiny_source):
-    return AutoTokenizer.from_pretrained(tiny_source)
-
-
-@pytest.fixture(scope="module")
 def config(tiny_source):
     return AutoModelForCausalLM.from_pretrained(tiny_source).config
 

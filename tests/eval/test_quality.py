@@ -102,26 +102,24 @@ def test_a_short_text_is_measured_in_short_windows(tiny_source, tmp_path):
         evaluate_quality(tiny_source, tiny_source, **SETTINGS | {"texts": texts[0], "lengths": (160,)})
 
 
-def test_loaded_models_and_a_file_serve_as_well(tiny_source, other, tmp_path):
+def test_loaded_models_and_a_file_serve_as_well(tiny_source, other, tokenizer, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog " * 20)
     settings = SETTINGS | {"texts": str(text)}
     by_name = evaluate_quality(tiny_source, other, **settings)
     models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (tiny_source, other)]
-    tokenizer = AutoTokenizer.from_pretrained(tiny_source)
     loaded = evaluate_quality(*models, tokenizer=tokenizer, **settings)
     assert loaded == by_name
 
 
-def test_a_broken_model_has_infinite_perplexity(tiny_source):
+def test_a_broken_model_has_infinite_perplexity(tiny_source, tokenizer):
     source, broken = (AutoModelForCausalLM.from_pretrained(tiny_source) for _ in range(2))
     broken.lm_head.weight.data.mul_(1e5)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_source)
     (row,) = evaluate_quality(source, broken, tokenizer=tokenizer, **SETTINGS).rows
     assert math.isinf(row.perplexity_converted) and math.isfinite(row.perplexity_source)
 
 
-def test_scaled_logits_are_read_as_they_are(tiny_source):
+def test_scaled_logits_are_read_as_they_are(tiny_source, tokenizer):
     """Gemma caps its logits, Cohere and Granite scale them: a head by itself would give other perplexities."""
 
     class Scaled(LlamaForCausalLM):
@@ -132,7 +130,6 @@ def test_scaled_logits_are_read_as_they_are(tiny_source):
 
     scaled = Scaled.from_pretrained(tiny_source)
     plain = AutoModelForCausalLM.from_pretrained(tiny_source)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_source)
     (row,) = evaluate_quality(plain, scaled, tokenizer=tokenizer, **SETTINGS).rows
     plain.lm_head.weight.data.div_(4)
     (expected,) = evaluate_quality(plain, plain, tokenizer=tokenizer, **SETTINGS).rows
@@ -140,14 +137,14 @@ def test_scaled_logits_are_read_as_they_are(tiny_source):
     assert row.perplexity_source != pytest.approx(row.perplexity_converted, rel=1e-3)
 
 
-def test_no_logits_of_a_whole_window_are_ever_made(tiny_source, other):
+def test_no_logits_of_a_whole_window_are_ever_made(tiny_source, other, tokenizer):
     """8192 positions of 152k words are 5 GB, twice."""
     models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (tiny_source, other)]
     seen = []
     for model in models:
         model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.shape[-2]))
     settings = SETTINGS | {"lengths": (2048,), "max_tokens": 2048}
-    evaluate_quality(*models, tokenizer=AutoTokenizer.from_pretrained(tiny_source), **settings)
+    evaluate_quality(*models, tokenizer=tokenizer, **settings)
     assert max(seen) == 512 and sum(seen) >= 2 * 2047
 
 
@@ -192,8 +189,6 @@ def test_bad_arguments_are_named(tiny_source, changed, message):
 def test_missing_inputs_are_named(tiny_source, tmp_path):
     with pytest.raises(FileNotFoundError, match="converted is '.*nowhere'; expected an existing checkpoint folder"):
         evaluate_quality(tiny_source, tmp_path / "nowhere", **SETTINGS)
-    with pytest.raises(FileNotFoundError, match=r"source is .* a folder without config\.json"):
-        evaluate_quality(tmp_path, tiny_source, **SETTINGS)
     with pytest.raises(ValueError, match="tokenizer is None; expected one"):
         evaluate_quality(AutoModelForCausalLM.from_pretrained(tiny_source), tiny_source, **SETTINGS)
 
@@ -293,10 +288,9 @@ class TargetRank(Metric):
         return super().reduce(values) | {"worst": values["rank"].max().item()}
 
 
-def test_own_metrics_are_columns_of_every_row(tiny_source, other):
+def test_own_metrics_are_columns_of_every_row(tiny_source, other, tokenizer):
     metric, plain = TargetRank(), evaluate_quality(tiny_source, other, **SETTINGS)
     report = evaluate_quality(tiny_source, other, metrics=[metric], **SETTINGS)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_source)
     ids = tokenizer(load_text("builtin:prose"), add_special_tokens=False, return_tensors="pt")["input_ids"][0, :480]
     with torch.inference_mode():
         order = (
@@ -312,21 +306,17 @@ def test_own_metrics_are_columns_of_every_row(tiny_source, other):
 
 
 @pytest.mark.parametrize(
-    ("changed", "error", "message"),
+    ("changed", "message"),
     [
-        ({"columns": {"kl": "KL"}}, ValueError, "Changed has column 'kl', which exists"),
-        ({"columns": {"num_tokens": ""}}, ValueError, "Changed has column 'num_tokens', which exists"),
-        (
-            {"measure": lambda self, at: {"rank": at.source_logits}},
-            ValueError,
-            r"measure gave 'rank' of shape \[1, 259\]",
-        ),
-        ({"reduce": lambda self, values: {"rank": 0.0}}, ValueError, r"reduce gave \['rank'\]; expected its columns"),
+        ({"columns": {"kl": "KL"}}, "Changed has column 'kl', which exists"),
+        ({"columns": {"num_tokens": ""}}, "Changed has column 'num_tokens', which exists"),
+        ({"measure": lambda self, at: {"rank": at.source_logits}}, r"measure gave 'rank' of shape \[1, 259\]"),
+        ({"reduce": lambda self, values: {"rank": 0.0}}, r"reduce gave \['rank'\]; expected its columns"),
     ],
 )
-def test_wrong_metrics_are_refused_by_name(tiny_source, changed, error, message):
+def test_wrong_metrics_are_refused_by_name(tiny_source, changed, message):
     metric = type("Changed", (TargetRank,), changed)()
-    with pytest.raises(error, match=message):
+    with pytest.raises(ValueError, match=message):
         evaluate_quality(tiny_source, tiny_source, metrics=[metric], **SETTINGS)
 
 

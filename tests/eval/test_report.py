@@ -91,19 +91,11 @@ def test_html_for_notebooks_is_escaped():
 
 
 def test_json_holds_rows_fields_and_schema(tmp_path):
-    path = write_json(
-        tmp_path / "new" / "r.json",
-        kind="quality",
-        rows=[{"x": 1.5, "y": None, "z": math.inf}],
-        environment={"gpu": None},
-    )
-    loaded = json.loads(path.read_text())
-    assert loaded == {
-        "schema": SCHEMA,
-        "kind": "quality",
-        "environment": {"gpu": None},
-        "rows": [{"x": 1.5, "y": None, "z": "inf"}],
-    }
+    row, environment = {"x": 1.5, "y": None}, {"gpu": None}
+    rows = [row | {"z": math.inf}]
+    path = write_json(tmp_path / "new" / "r.json", kind="quality", rows=rows, environment=environment)
+    written = {"schema": SCHEMA, "kind": "quality", "environment": environment, "rows": [row | {"z": "inf"}]}
+    assert json.loads(path.read_text()) == written
 
 
 def test_json_failure_leaves_the_old_file_and_no_other(tmp_path):

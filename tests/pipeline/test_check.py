@@ -11,19 +11,10 @@ from mha2mla.conversion.families import UnsupportedSourceError
 from mha2mla.conversion.result.writer import DestinationError
 from tests.conversion import tiny
 from tests.conversion.tiny import SHORT, convert
-from tests.folders import edit_config, edit_weights
+from tests.folders import edit_weights
 
-
-def first_is(value):
-    return lambda tensor: tensor.flatten().index_fill(0, torch.tensor(0), value).view_as(tensor)
-
-
+# One by the place where it shows: the folder, the headers, the weights, the text.
 DAMAGES = {
-    "quantised": (
-        lambda f: edit_config(f, quantization_config={"quant_method": "awq"}),
-        UnsupportedSourceError,
-        "quantised",
-    ),
     "no config": (lambda f: (f / "config.json").unlink(), CheckpointError, "has no config.json"),
     "missing tensor": (
         lambda f: edit_weights(f, {"model.layers.1.self_attn.k_proj.weight": ...}),
@@ -35,20 +26,10 @@ DAMAGES = {
         UnsupportedSourceError,
         "self_attn.sinks",
     ),
-    "other shape": (
-        lambda f: edit_config(f, num_key_value_heads=4),
-        CheckpointError,
-        r"k_proj.weight has shape \(32, 48\); the config says \(64, 48\)",
-    ),
-    "NaN in attention": (
-        lambda f: edit_weights(f, {"model.layers.1.self_attn.v_proj.weight": first_is(torch.nan)}),
-        CheckpointError,
-        "layers.1.self_attn.v_proj.weight in model.safetensors has 1 NaN",
-    ),
     "Inf in an MLP": (
-        lambda f: edit_weights(f, {"model.layers.1.mlp.up_proj.weight": first_is(torch.inf)}),
+        lambda f: edit_weights(f, {"model.layers.1.mlp.up_proj.weight": lambda weight: weight * torch.inf}),
         CheckpointError,
-        "up_proj.weight in model.safetensors has 1",
+        "up_proj.weight in model.safetensors has",
     ),
     "no tokenizer": (
         lambda f: [(f / name).unlink() for name in ("tokenizer.json", "tokenizer_config.json")],
@@ -69,51 +50,47 @@ def test_a_bad_source_is_named_and_leaves_nothing(damage, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("keys", "error", "named"),
+    ("keys", "named"),
     [
-        ({"calibration": "builtin:novel"}, ValueError, "calibration 'builtin:novel'"),
-        ({"calibration": "EMPTY"}, ValueError, "is empty"),
-        ({"calibration": "SHORT"}, ValueError, "at least one window"),
-        ({"calibration": "LATIN"}, ValueError, "is not UTF-8"),
-        ({"calibration": torch.zeros(3, dtype=torch.int64)}, ValueError, "calibration is torch.int64"),
-        (
-            {"calibration": torch.full((1, 8), 999)},
-            ValueError,
-            "token 999; expected tokens from 0, below vocab_size=264",
-        ),
-        ({"recipe": "TEXT LATIN"}, ValueError, "calibration .*LATIN.* is not UTF-8"),
-        ({"recipe": "TEXT absent"}, ValueError, "calibration .*absent' is no file"),
-        ({"evaluation": "EMPTY"}, ValueError, "is empty"),
-        ({"evaluation": "SHORT"}, ValueError, "evaluation .*at least one window"),
-        ({"evaluation": "LATIN"}, ValueError, "evaluation .*is not UTF-8"),
-        ({"device": "cuda:77"}, ValueError, "device is 'cuda:77'"),
-        ({"device": "gpu"}, ValueError, "device is 'gpu'"),
-        ({"device": "meta"}, ValueError, "device is 'meta'"),
-        ({"device": [0]}, ValueError, r"device is '\[0\]'"),
-        ({"dtype": torch.int8}, ValueError, "dtype is torch.int8"),
-        ({"recipe": ["layout"]}, ValueError, "recipe is a list; expected a Recipe or a mapping of its keys"),
-        ({"recipe": {"layot": "shared"}}, ValueError, "recipe key 'layot' is unknown"),
-        ({"recipe": {"preset": "quick"}, "preset": "shared"}, ValueError, "preset is 'shared' beside a recipe of pres"),
-        ({"recipe": {}, "preset": "best"}, ValueError, "preset is 'best'; expected one of 'auto'"),
-        ({"dtype": "bfloat16"}, ValueError, "dtype is 'bfloat16'"),
-        ({"compute_dtype": torch.float8_e4m3fn}, ValueError, "compute_dtype is torch.float8_e4m3fn"),
-        ({"evaluation_tokens": 0}, ValueError, "evaluation_tokens is 0"),
-        ({"evaluation_tokens": "256"}, ValueError, "evaluation_tokens is '256'"),
-        ({"evaluation": None}, ValueError, "evaluation is None"),
-        ({"evaluation": [[1, 2]]}, ValueError, "evaluation is"),
-        ({"evaluation": torch.zeros(2, 1, dtype=torch.int64)}, ValueError, "evaluation is torch.int64"),
-        ({"calibration": 5}, ValueError, "calibration is 5"),
-        ({"calibration": torch.full((1, 8), -1)}, ValueError, "calibration has token -1"),
-        ({"spill_bytes": "1G"}, ValueError, "spill_bytes is '1G'"),
-        ({"spill_bytes": -1}, ValueError, "spill_bytes is -1"),
-        ({"max_shard_bytes": None}, ValueError, "max_shard_bytes is None"),
-        ({"overwrite": "no"}, ValueError, "overwrite is 'no'"),
-        ({"progress": 1}, ValueError, "progress is 1"),
-        ({"resume": "maybe"}, ValueError, "resume is 'maybe'; expected one of 'auto', 'never'"),
-        ({"recipe": "TOO WIDE"}, ValueError, "qk_rope_head_dim is 18"),
+        ({"calibration": "builtin:novel"}, "calibration 'builtin:novel'"),
+        ({"calibration": "EMPTY"}, "is empty"),
+        ({"calibration": "SHORT"}, "at least one window"),
+        ({"calibration": "LATIN"}, "is not UTF-8"),
+        ({"calibration": torch.zeros(3, dtype=torch.int64)}, "calibration is torch.int64"),
+        ({"calibration": torch.full((1, 8), 999)}, "token 999; expected tokens from 0, below vocab_size=264"),
+        ({"recipe": "TEXT LATIN"}, "calibration .*LATIN.* is not UTF-8"),
+        ({"recipe": "TEXT absent"}, "calibration .*absent' is no file"),
+        ({"evaluation": "EMPTY"}, "is empty"),
+        ({"evaluation": "SHORT"}, "evaluation .*at least one window"),
+        ({"evaluation": "LATIN"}, "evaluation .*is not UTF-8"),
+        ({"device": "cuda:77"}, "device is 'cuda:77'"),
+        ({"device": "gpu"}, "device is 'gpu'"),
+        ({"device": "meta"}, "device is 'meta'"),
+        ({"device": [0]}, r"device is '\[0\]'"),
+        ({"dtype": torch.int8}, "dtype is torch.int8"),
+        ({"recipe": ["layout"]}, "recipe is a list; expected a Recipe or a mapping of its keys"),
+        ({"recipe": {"layot": "shared"}}, "recipe key 'layot' is unknown"),
+        ({"recipe": {"preset": "quick"}, "preset": "shared"}, "preset is 'shared' beside a recipe of pres"),
+        ({"recipe": {}, "preset": "best"}, "preset is 'best'; expected one of 'auto'"),
+        ({"dtype": "bfloat16"}, "dtype is 'bfloat16'"),
+        ({"compute_dtype": torch.float8_e4m3fn}, "compute_dtype is torch.float8_e4m3fn"),
+        ({"evaluation_tokens": 0}, "evaluation_tokens is 0"),
+        ({"evaluation_tokens": "256"}, "evaluation_tokens is '256'"),
+        ({"evaluation": None}, "evaluation is None"),
+        ({"evaluation": [[1, 2]]}, "evaluation is"),
+        ({"evaluation": torch.zeros(2, 1, dtype=torch.int64)}, "evaluation is torch.int64"),
+        ({"calibration": 5}, "calibration is 5"),
+        ({"calibration": torch.full((1, 8), -1)}, "calibration has token -1"),
+        ({"spill_bytes": "1G"}, "spill_bytes is '1G'"),
+        ({"spill_bytes": -1}, "spill_bytes is -1"),
+        ({"max_shard_bytes": None}, "max_shard_bytes is None"),
+        ({"overwrite": "no"}, "overwrite is 'no'"),
+        ({"progress": 1}, "progress is 1"),
+        ({"resume": "maybe"}, "resume is 'maybe'; expected one of 'auto', 'never'"),
+        ({"recipe": "TOO WIDE"}, "qk_rope_head_dim is 18"),
     ],
 )
-def test_a_bad_argument_is_named_before_work(keys, error, named, source, tmp_path):
+def test_a_bad_argument_is_named_before_work(keys, named, source, tmp_path):
     (tmp_path / "EMPTY").write_text("")
     (tmp_path / "SHORT").write_text("short")
     (tmp_path / "LATIN").write_bytes("Grüße".encode("latin-1"))
@@ -124,7 +101,7 @@ def test_a_bad_argument_is_named_before_work(keys, error, named, source, tmp_pat
     elif str(keys.get("recipe")).startswith("TEXT "):
         name = keys["recipe"].removeprefix("TEXT ")
         keys["recipe"] = tiny.Recipe(**{**SHORT, "calibration.text": str(tmp_path / name)})
-    with pytest.raises(error, match=named):
+    with pytest.raises(ValueError, match=named):
         convert(source, tmp_path / "out", **keys)
     assert sorted(path.name for path in tmp_path.iterdir()) == texts
 
@@ -140,18 +117,6 @@ def test_a_path_that_is_none_is_named(name, source, tmp_path):
 def test_a_source_that_is_no_folder_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="absent'; expected an existing checkpoint folder"):
         convert(tmp_path / "absent", tmp_path / "out")
-
-
-def test_a_bad_destination_is_refused_before_work(source, tmp_path):
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there" / "precious").write_text("x")
-    with pytest.raises(DestinationError, match="exists"):
-        convert(source, tmp_path / "there")
-    assert (tmp_path / "there" / "precious").read_text() == "x"
-    with pytest.raises(DestinationError, match="overlap"):
-        convert(source, source, overwrite=True)
-    with pytest.raises(DestinationError, match="cannot be written"):
-        convert(source, "/proc/mha2mla-cannot-exist/out")
 
 
 def test_a_tilde_is_the_home_folder(source, monkeypatch):

@@ -139,18 +139,12 @@ def test_what_is_there_already_is_refused(converted, tmp_path):
         convert(converted, converted, LATENT, overwrite=True)
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (..., "tensor {} is absent"),
-        (torch.ones(3, 48), r"tensor {} has shape \(3, 48\)"),
-        (lambda weight: weight * torch.nan, "tensor {} in model.safetensors has .* NaN"),
-    ],
-)
-def test_a_damaged_source_is_named_and_leaves_nothing(converted, tmp_path, change, named):
+@pytest.mark.parametrize("change", [torch.ones(3, 48), lambda weight: weight * torch.nan], ids=["shape", "NaN"])
+def test_a_damaged_source_is_named_and_leaves_nothing(converted, tmp_path, change):
+    """Before any work, and after some."""
     damaged, name = shutil.copytree(converted, tmp_path / "damaged"), "model.layers.1.self_attn.kv_a_proj.weight"
     edit_weights(damaged, {name: change})
-    with pytest.raises(CheckpointError, match=named.format(name)):
+    with pytest.raises(CheckpointError, match=f"tensor {name} .*has"):
         convert(damaged, tmp_path / "out", LATENT)
     assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
 

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import mha2mla
+from mha2mla.eval.report import format_value
 from tests.conversion import tiny
 from tests.conversion.tiny import SHORT, convert
 from tests.folders import edit_weights, read_json
@@ -34,7 +35,8 @@ def test_the_folder_is_a_whole_checkpoint(tmp_path):
     for text in ("import mha2mla", f"{report.parity.perplexity_converted:.4f}", "selection: rotation", "`llama`"):
         assert text in card
     for layer in report.parity.layers:
-        assert f"| {layer.layer} | {layer.score_error:.3g} | {layer.output_error:.3g} |" in card
+        errors = map(format_value, (layer.layer, layer.score_error, layer.output_error))
+        assert f"| {' | '.join(errors)} |" in card
     assert not [path.name for path in out.iterdir() if path.name.startswith(("shard-", "activations-"))]
 
 

@@ -47,11 +47,7 @@ def test_every_recipe_runs_and_reloads_as_measured(layout, selection, low_rank, 
     [
         ({}, "quick", "quick, chosen by auto: minutes without a GPU"),
         ({"recipe": {"cache_ratio": 0.25}, "preset": "quick"}, "quick", "quick, as asked for; with cache_ratio=0.25"),
-        (
-            {"recipe": {"preset": "minimal", "layout": "per-group"}},
-            "minimal",
-            "minimal, as asked for; with layout='per-",
-        ),
+        ({"recipe": {"preset": "minimal", "layout": "shared"}}, "minimal", "minimal, as asked for; with layout='sha"),
     ],
 )
 def test_convert_takes_the_preset_that_it_is_told_or_chooses_and_says_so(arguments, preset, says, source, tmp_path):
@@ -152,20 +148,18 @@ def test_a_source_that_changes_during_the_run_is_never_published(change, when, t
 
 def test_overwriting_replaces_a_converted_checkpoint_as_a_whole_and_nothing_else(source, tmp_path):
     """A mistyped destination must not cost anybody a folder."""
-    precious = tmp_path / "precious"
-    precious.mkdir()
-    (precious / "thesis.tex").write_text("x")
-    with pytest.raises(DestinationError, match="neither empty nor a converted checkpoint"):
-        convert(source, precious, overwrite=True)
-    assert (precious / "thesis.tex").read_text() == "x"
-    (tmp_path / "out").mkdir()
-    convert(source, tmp_path / "out", overwrite=True)
-    (tmp_path / "out" / "mine").write_text("x")
-    with pytest.raises(DestinationError, match="holds mine, which no conversion writes"):
-        convert(source, tmp_path / "out", overwrite=True)
-    (tmp_path / "out" / "mine").rename(tmp_path / "out" / "tokenizer.stale.json")
-    convert(source, tmp_path / "out", overwrite=True)
-    assert not list((tmp_path / "out").glob("*stale*")) and (tmp_path / "out" / "config.json").exists()
+    out = tmp_path / "out"
+    out.mkdir()
+    for name, named in (("thesis.tex", "neither empty nor a converted checkpoint"), ("mine", "holds mine, which no")):
+        (out / name).write_text("x")
+        with pytest.raises(DestinationError, match=named):
+            convert(source, out, overwrite=True)
+        assert (out / name).read_text() == "x"
+        (out / name).unlink()
+        convert(source, out, overwrite=True)
+    (out / "tokenizer.stale.json").touch()
+    convert(source, out, overwrite=True)
+    assert not list(out.glob("*stale*")) and (out / "config.json").exists()
 
 
 @pytest.mark.gpu

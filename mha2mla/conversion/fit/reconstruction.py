@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from mha2mla.conversion.calibration.activations import ActivationStore
+from mha2mla.conversion.calibration.blocks import ActivationStore
 from mha2mla.conversion.fit.repeatable import deterministic, tf32_on_cuda
 from mha2mla.conversion.stages import Fit
 from mha2mla.modeling.recorders import CudaGraphs

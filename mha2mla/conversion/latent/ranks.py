@@ -16,8 +16,7 @@ from functools import partial
 
 import torch
 
-from mha2mla.conversion.calibration.activations import ActivationStore
-from mha2mla.conversion.calibration.blocks import TokenBlocks
+from mha2mla.conversion.calibration.blocks import ActivationStore, TokenBlocks
 from mha2mla.conversion.fit.reconstruction import ReconstructionProblem
 from mha2mla.conversion.fit.repeatable import tf32_on_cuda
 from mha2mla.conversion.layer_walk import LayerWalk, block_forward, computed, token_weights

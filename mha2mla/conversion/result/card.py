@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,6 @@ _HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 _SHORT = re.compile(r"[^\n]{1,200}")
 
 
-# Keys of a layer's row -> headings; other keys (losses of the reconstruction, seconds) follow under their own names.
-_LAYER_HEADINGS = {
-    "layer": "layer",
-    "score_error": "scores",
-    "output_error": "attention output",
-    "stream_output_error": "attention output, in stream",
-    "hidden_error": "hidden states",
-    "kv_lora_rank": "`kv_lora_rank`",
-    "latent_bits": "`latent_bits`",
-}
 _CARD = """---
 {header}
 ---
@@ -116,7 +106,8 @@ def model_card(
     made: str,
     metadata: Mapping[str, Any],
     plot: str | None,
-    record: str,
+    layers: str,
+    geometry: str,
     environment: str,
 ) -> str:
     """README.md of a checkpoint.
@@ -126,7 +117,7 @@ def model_card(
         made: what was done to the source.
         metadata: licence and hub id of the source, where it is known, for the hub.
         plot: name of the picture beside the card; None when there is none.
-        record: name of the file that holds the numbers.
+        layers, geometry: tables of the losses by layer and of a layer's geometry.
         environment: one line on machine and libraries.
     """
     header = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["mha2mla", "mla"]}
@@ -140,7 +131,7 @@ def model_card(
         {
             **report,
             "made": made,
-            "record": record,
+            "record": RECORD_FILE,
             "environment": environment,
             "origin": _origin(metadata),
             "header": _yaml({**metadata, **header}),
@@ -156,8 +147,8 @@ def model_card(
             "length": "as many as the source takes" if length is None else f"up to {length:,}",
             "long_loss": "" if report["long_parity"] is None else _LONG_LOSS.format_map(report),
             "picture": "" if plot is None else f"![relative error by layer]({plot})\n\n",
-            "layer_table": _table(report["layers"]),
-            "geometry_table": _table([report["geometry"]]),
+            "layer_table": layers,
+            "geometry_table": geometry,
             "ranks": f"{' and '.join(several)} differ by layer: see the table of layers.\n\n" if several else "",
             "rotary": f"Rotary positions: {report['rope_note']}.\n" if report["rope_note"] else "",
             "peak_gib": report["peak_rss_bytes"] / 2**30,
@@ -176,30 +167,6 @@ def _origin(metadata: Mapping[str, Any]) -> str:
 
 def _yaml(values: Mapping[str, Any]) -> str:
     return yaml.safe_dump(dict(values), sort_keys=False).strip()
-
-
-def _table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows of a Markdown table; columns without a value anywhere are left out."""
-    keys = [
-        key
-        for key in dict.fromkeys(key for row in rows for key in row)
-        if any(row.get(key) is not None for row in rows)
-    ]
-    known = [key for key in _LAYER_HEADINGS if key in keys]
-    keys = known + [key for key in keys if key not in known]
-    return "\n".join(
-        [
-            "| " + " | ".join(_LAYER_HEADINGS.get(key, key) for key in keys) + " |",
-            "|" + "---|" * len(keys),
-            *("| " + " | ".join(_cell(row.get(key)) for key in keys) + " |" for row in rows),
-        ]
-    )
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def card_metadata(folder: Path, name: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from mha2mla.conversion.calibration.activations import ActivationStore
+from mha2mla.conversion.calibration.blocks import ActivationStore
 from mha2mla.conversion.families.spec import visible
 from mha2mla.conversion.fit.repeatable import UNGROUPED_SDPA
 from mha2mla.conversion.source.checkpoint import CheckpointReader

@@ -1,14 +1,16 @@
 """Windows of several lengths in blocks of equally many tokens: what is walked, chosen, sampled and weighed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mha2mla.conversion.calibration import statistics
-from mha2mla.conversion.calibration.activations import ActivationStore
-from mha2mla.conversion.calibration.blocks import LENGTHS, TokenBlocks, default_lengths
+from mha2mla.conversion.calibration.blocks import LENGTHS, ActivationStore, TokenBlocks, default_lengths
 from mha2mla.conversion.calibration.statistics import StatisticsCollector
+from mha2mla.conversion.latent.ranks import choose_layer_ranks
 from tests.conversion import tiny
 
 CPU = torch.device("cpu")
@@ -91,6 +93,33 @@ def test_a_store_gives_windows_of_the_length_of_its_blocks(tmp_path):
     assert torch.equal(store.read(slice(1, 3), CPU), values[1:])
     assert torch.equal(store.gather(torch.tensor([2, 1]), CPU, 16), values[[2, 1]])
     assert torch.equal(store.tokens(2, slice(5, 7), CPU), values[2, 5:7])
+
+
+def test_what_is_spilled_has_no_name_that_a_killed_run_could_leave(tmp_path):
+    blocks = TokenBlocks.of(torch.zeros(3, 4, dtype=torch.int64))
+    stores = [
+        ActivationStore(blocks, 8, dtype=dtype, folder=tmp_path, spill_bytes=0)
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    for store in stores:
+        store.write(slice(1, 2), torch.ones(1, 4, 8, dtype=store.dtype))
+        assert float(store.read(slice(1, 2), CPU).sum()) == 32
+    assert list(tmp_path.iterdir()) == []
+    assert tiny.spilt_files(tmp_path) == 2
+    for store in stores:
+        store.close()
+    assert tiny.spilt_files(tmp_path) == 0
+
+
+def test_a_search_obeys_the_limit_of_memory(tmp_path):
+    source = tiny.checkpoint(tmp_path / "source", head_dim=32, num_hidden_layers=3)
+    recipe = tiny.Recipe(latent_ranks="measured")
+    walk = replace(tiny.walk_over(source, recipe), folder=tmp_path / "absent")
+    walk = replace(walk, geometries=(recipe.geometry(walk.spec),) * walk.spec.num_layers)
+    kept = choose_layer_ranks(walk)
+    assert choose_layer_ranks(replace(walk, folder=tmp_path, spill_bytes=0)) == kept
+    with pytest.raises(FileNotFoundError, match="absent"):
+        choose_layer_ranks(replace(walk, spill_bytes=0))
 
 
 @pytest.fixture(scope="module")

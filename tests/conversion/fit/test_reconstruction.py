@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mha2mla.conversion.calibration.activations import ActivationStore
-from mha2mla.conversion.calibration.blocks import TokenBlocks
+from mha2mla.conversion.calibration.blocks import ActivationStore, TokenBlocks
 from mha2mla.conversion.fit import reconstruction
 from mha2mla.conversion.fit.reconstruction import ReconstructionError, ReconstructionProblem, reconstruct
 from mha2mla.conversion.stages import Fit

@@ -9,10 +9,7 @@ import pytest
 
 from mha2mla.conversion.result.destination import check_destination, temporary_folder
 from mha2mla.conversion.result.writer import DestinationError
-
-
-def listing(folder):
-    return sorted(path.name for path in folder.iterdir())
+from tests.folders import listing
 
 
 def converted(folder):

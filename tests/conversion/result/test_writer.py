@@ -7,10 +7,7 @@ import torch
 
 from mha2mla.conversion.result.writer import ShardedWriter
 from mha2mla.conversion.source.checkpoint import CheckpointReader
-
-
-def listing(folder):
-    return sorted(path.name for path in folder.iterdir())
+from tests.folders import listing
 
 
 def test_a_small_checkpoint_is_one_file_without_an_index(tmp_path):
