@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mha2mla.healing.loss import distillation_loss
 
@@ -79,3 +80,25 @@ def test_loss_refuses_other_shapes():
         distillation_loss(student, teacher[1:], *heads)
     with pytest.raises(ValueError, match=r"weights is \(3,\); expected \[13\]"):
         distillation_loss(student, teacher, *heads, weights=torch.ones(3))
+
+
+class Matrices(TorchDispatchMode):
+    """Counts operations that write a new [tokens, vocabulary] matrix."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.made = size, 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        found = operation(*args, **(kwargs or {}))
+        known = {each.data_ptr() for each in args if isinstance(each, torch.Tensor)}
+        self.made += isinstance(found, torch.Tensor) and found.shape == self.size and found.data_ptr() not in known
+        return found
+
+
+def test_gradients_take_five_matrices():
+    heads = [nn.Linear(6, 37).requires_grad_(False) for _ in range(2)]
+    student = torch.randn(8, 6, requires_grad=True)
+    with Matrices((8, 37)) as mode:
+        distillation_loss(student, torch.randn(8, 6), *heads, chunk=8).backward()
+    assert mode.made == 5, "two of logits, two of log-probabilities, one of probabilities"
