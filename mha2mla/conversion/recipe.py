@@ -94,10 +94,11 @@ class Recipe:
                 f"rope.share is {self.rope.share!r} in the {layout} layout; expected none, since it caches"
                 " nothing rotary, or layout: shared (or per-group) beside it"
             )
-        if self.latent.bits == "auto" and (LAYOUTS[layout].has_rope_cache or self.target.cache_ratio is None):
+        bits, has_ratio = self.latent.bits, self.target.cache_ratio is not None
+        if not isinstance(bits, int) and (LAYOUTS[layout].has_rope_cache or not (has_ratio or bits != "auto")):
             raise ValueError(
-                f"latent.bits is 'auto' in the {layout} layout with cache_ratio {self.target.cache_ratio}; expected"
-                " layout: latent and a cache_ratio, or latent.bits 16"
+                f"latent.bits is {bits!r:.200} in the {layout} layout with cache_ratio {self.target.cache_ratio};"
+                " expected layout: latent and a cache_ratio, or latent.bits 16"
             )
         return why
 
@@ -192,7 +193,7 @@ class Recipe:
 
     def geometry(self, spec: SourceSpec) -> MLAGeometry:
         """The geometry that this recipe gives a layer of ``spec``; but for the rank, where layers differ, and for bits
-        that are ``"auto"``: 16 here.
+        that are by layer: 16 here.
 
         Raises:
             ValueError: the target does not fit the source.
@@ -207,7 +208,7 @@ class Recipe:
         )
         if latent.bits == "auto":
             made(bits=min(LATENT_BITS))  # refuses a budget of less than a group
-        return made(bits=16 if latent.bits == "auto" else latent.bits)
+        return made(bits=latent.bits if isinstance(latent.bits, int) else 16)
 
     def geometries(
         self, spec: SourceSpec, ranks: list[int] | None = None, bits: list[int] | None = None
@@ -227,6 +228,7 @@ class Recipe:
             if isinstance(self.latent.ranks, str):
                 return (common,) * spec.num_layers
             ranks = self.latent.ranks
+            bits = None if isinstance(self.latent.bits, int) else self.latent.bits
         if len(ranks) != spec.num_layers:
             raise ValueError(f"latent.ranks has {len(ranks)} ranks; expected {spec.num_layers}, one per layer")
         full = common.full_kv_lora_rank
@@ -269,7 +271,7 @@ class Recipe:
 
     def needs_calibration(self, geometry: MLAGeometry) -> bool:
         """True where any statistic of calibration text enters the weights."""
-        if geometry.has_codes:
+        if geometry.has_codes or not isinstance(self.latent.bits, int):
             return True
         if geometry.is_full_rank:
             return False

@@ -149,7 +149,7 @@ class Rope(Stage):
     longrope_table: LongropeTable = "short"
 
 
-_RANKS = each_is(int_from(1, 1 << 24))
+_RANKS, _BITS = each_is(int_from(1, 1 << 24)), int_of(*LATENT_BITS)
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,8 @@ class Latent(Stage):
         bits: of a cached element, in the layout ``latent``: 16 for the model's dtype, or 8, 4 or 3 for integer codes in
             a basis that becomes part of the weights. A ``cache_ratio`` counts their bytes with scales and offsets, and
             ranks are multiples of ``group``. ``"auto"``: rank and bits of each layer together, such that the losses
-            measured by ``latent.ranks`` and for codes sum to the least that the bytes of ``cache_ratio`` allow.
+            measured by ``latent.ranks`` and for codes sum to the least that the bytes of ``cache_ratio`` allow. Or bits
+            beside ranks, one per layer.
         group: elements whose codes share a scale and an offset.
         basis: to quantise in, by name or as a ``BasisRule``. ``"importance"``: F^½ rotated, F = E[g gᵀ] of gradients of
             the predictions; ``"balanced"``: what by second order loses least; ``"components"``: principal components,
@@ -190,7 +191,11 @@ class Latent(Stage):
             lambda value: value in ("uniform", "measured") or (bool(value) and _RANKS.allows(value)),
         ),
         "up_projections": one_of(*get_args(UpProjections)),
-        "bits": one_of(*LATENT_BITS, "auto"),
+        "bits": Check(
+            f"one of {', '.join(map(str, LATENT_BITS))}, 'auto' or a list of the first",
+            lambda value: value == "auto" or _BITS.allows(value) or (bool(value) and each_is(_BITS).allows(value)),
+            words=("auto",),
+        ),
         "group": int_of(*LATENT_GROUPS),
         "basis": object_or("latent.basis", one_of(*get_args(Basis)), "BasisRule"),
     }
@@ -199,7 +204,7 @@ class Latent(Stage):
     centered: bool = True
     ranks: list[int] | Literal["uniform", "measured"] = "uniform"
     up_projections: UpProjections = "kv-head"
-    bits: int | Literal["auto"] = 16
+    bits: int | list[int] | Literal["auto"] = 16
     group: int = 32
     basis: Basis = "importance"
 
@@ -207,6 +212,9 @@ class Latent(Stage):
         super().__post_init__()
         if self.bits == "auto":
             self.require("ranks", isinstance(self.ranks, str), "'uniform' or 'measured' beside latent.bits 'auto'")
+        elif not isinstance(self.bits, int):
+            alike = not isinstance(self.ranks, str) and len(self.ranks) == len(self.bits)
+            self.require("bits", alike, f"as many as latent.ranks, which is {self.ranks!r:.200}")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -70,27 +70,34 @@ def choose_layer_ranks(
     geometries = [replace(geometry, kv_lora_rank=rank) for rank in ranks]
     keep = (min(geometries, key=lambda each: abs(each.kv_lora_rank - mean)), []) if is_auto else None
     losses = measure_losses(replace(walk, windows=fitted), geometries, judged, keep, progress=progress)
-    codes = losses_of_codes(*keep) if is_auto else [{}] * len(losses)
+    codes = losses_of_codes(*keep) if is_auto else [{bits[0]: 0.0}] * len(losses)
     finite = [all(map(math.isfinite, (*layer, *loss.values()))) for layer, loss in zip(losses, codes, strict=True)]
     by_rank = [dict(zip(ranks, layer, strict=True)) for layer in losses]
-
-    def candidates(layer: int) -> dict[Choice, tuple[int, float]]:
-        """(rank, bits) → bytes of a token, and loss."""
-        return {
-            (rank, each): (
-                replace(geometry, kv_lora_rank=rank, latent_bits=each).cache_bytes_per_token(2),
-                loss_at(by_rank[layer], rank) + codes[layer].get(each, 0.0),
-            )
-            for rank in range(ranks[0], most + 1, step)
-            for each in bits
-        }
-
-    layers = [candidates(layer) for layer in itertools.compress(range(len(losses)), finite)]
+    open_layers, steps = itertools.compress(zip(by_rank, codes, strict=True), finite), range(ranks[0], most + 1, step)
+    layers = [candidates(geometry, steps, *found) for found in open_layers]
     shares = iter(allocate(layers, budget * len(layers)))
     uniform = (geometry.kv_lora_rank, geometry.latent_bits)
     found = {"ranks": by_rank, "bits": codes} if is_auto else {"ranks": by_rank}
     shown = {name: {str(each): [_finite(loss[each]) for loss in by] for each in by[0]} for name, by in found.items()}
     return [next(shares) if is_finite else uniform for is_finite in finite], shown
+
+
+def candidates(
+    geometry: MLAGeometry, ranks: Iterable[int], losses: Mapping[int, float], codes: Mapping[int, float]
+) -> dict[Choice, tuple[int, float]]:
+    """Rank and bits of a layer → bytes of a token, and loss.
+
+    Args:
+        losses, codes: the layer's: of measured ranks, and what bits add.
+    """
+    return {
+        (rank, bits): (
+            replace(geometry, kv_lora_rank=rank, latent_bits=bits).cache_bytes_per_token(2),
+            loss_at(losses, rank) + added,
+        )
+        for rank in ranks
+        for bits, added in codes.items()
+    }
 
 
 def _finite(loss: float) -> float | None:

@@ -158,6 +158,13 @@ def test_auto_bits_follow_the_budget(ratio, bits, auto):
         assert all(each.kv_lora_rank % 32 == 0 for each in layers)
 
 
+def test_a_choice_is_repeated_by_two_lists(source, auto, tmp_path):
+    found, texts = auto[0.16], {"calibration": tiny.some_tokens(8, 40), "evaluation": tiny.some_tokens(2, 40)}
+    given = {"latent_ranks": found.searches["layer_ranks"], "latent_bits": found.searches["layer_bits"]}
+    report = tiny.convert(source, tmp_path / "out", Recipe(cache_ratio=0.16, **given, **SHORT), **texts)
+    assert report.weights_sha256 == found.weights_sha256 and not report.searches
+
+
 def test_losses_of_codes_rise_as_bits_fall(auto):
     found = auto[0.16].searches["layer_code_losses"]
     for layer in range(LAYERS):
@@ -183,12 +190,15 @@ def test_a_checkpoint_of_auto_bits_generates_and_says_them(auto):
     [
         ({"layout": "shared"}, "latent.bits is 'auto' in the shared layout"),
         ({"layout": "latent", "kv_lora_rank": 32, "qk_rope_head_dim": 8}, "with cache_ratio None; expected"),
+        ({"latent_bits": [4, 4], "latent_ranks": [32]}, r"latent.bits is \[4, 4\]; expected as many as latent.ranks"),
+        ({"latent_bits": [4, 5]}, r"latent.bits is \[4, 5\]; expected one of 16, 8, 4, 3, 'auto' or a list"),
+        ({"latent_bits": True}, "latent.bits is True"),
         ({"latent_ranks": [32, 32, 32]}, r"latent.ranks is \[32, 32, 32\]; expected .* beside latent.bits 'auto'"),
     ],
 )
-def test_auto_bits_need_a_ratio_and_the_latent_alone(keys, message):
+def test_bits_by_layer_that_do_not_fit_are_refused(keys, message):
     with pytest.raises(ValueError, match=message):
-        Recipe(latent_bits="auto", **keys)
+        Recipe(**{"latent_bits": "auto", **keys})
 
 
 def test_auto_bits_refuse_less_than_a_group(source):
