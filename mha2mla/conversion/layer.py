@@ -44,7 +44,7 @@ class LayerRules:
 
 
 def converted_biases(spec: SourceSpec, geometry: MLAGeometry, *, centered: bool) -> tuple[bool, bool, bool]:
-    """Need of q, kv and o for a bias in exact conversion, as three bools; the same for all layers.
+    """Need of q, kv and o for a bias in exact conversion, as three bools; o's is another for layers of full rank.
 
     A query bias stays. A key bias stays on rotary dims only, and is one of ``k_rope_proj`` where these come from the
     latent. A value bias, and the mean that a ``centered`` latent loses, go through ``o_proj``. Under q/k-norm the key's

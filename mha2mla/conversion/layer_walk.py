@@ -58,7 +58,8 @@ def converted_config(
     from mha2mla.modeling.configuration_mha2mla import PER_LAYER
 
     geometry, alike = geometries[0], len(set(geometries)) == 1
-    q_bias, kv_bias, o_bias = converted_biases(spec, geometry, centered=recipe.latent.centered)
+    by_layer = [converted_biases(spec, each, centered=recipe.latent.centered) for each in geometries]
+    q_bias, kv_bias, o_bias = map(any, zip(*by_layer, strict=True))
     factors = [table.attention_factor for table in spec.tables]
     return MHA2MLAConfig(
         source_config=source_config.to_dict(),
@@ -260,6 +261,8 @@ class LayerWalk:
                     )
                     prepared[name] = self.steps.prepare(spec, geometry, chosen, weights, known)
                 tensors = self.steps.finish(spec, geometry, chosen, prepared[name])
+                if self._config.attention_o_bias:  # of other layers, where this one is full rank
+                    tensors.setdefault("o_proj.bias", tensors["o_proj.weight"].new_zeros(spec.hidden_size))
             except torch.linalg.LinAlgError as error:
                 problems.append(_reason(error))
                 continue

@@ -206,6 +206,16 @@ def test_auto_bits_refuse_less_than_a_group(source):
         Recipe(cache_ratio=0.03, latent_bits="auto").geometry(walk_over(source, Recipe()).spec)
 
 
+def test_a_layer_of_full_rank_has_the_bias_of_others(tmp_path):
+    """Every pair of so few key dims rotates, and a latent of all 64 elements loses nothing."""
+    source = tiny.checkpoint(tmp_path / "source", head_dim=16, num_hidden_layers=2)
+    recipe = Recipe(layout="latent", kv_lora_rank=32, qk_rope_head_dim=32, latent_ranks=[64, 32], **SHORT)
+    texts = {"calibration": tiny.some_tokens(8, 40), "evaluation": tiny.some_tokens(2, 40)}
+    tiny.convert(source, tmp_path / "out", recipe, **texts)
+    layers = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).model.layers
+    assert [bool(layer.self_attn.o_proj.bias.any()) for layer in layers] == [False, True]
+
+
 def test_ranks_may_be_given(source, tmp_path):
     given_ranks = [24, 16, 40]
     recipe = Recipe(layout="shared", kv_lora_rank=24, qk_rope_head_dim=8, latent_ranks=given_ranks,
