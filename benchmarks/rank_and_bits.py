@@ -1,16 +1,20 @@
-"""Rank against bits: conversions at several ranks with quantised latents, beside the source with a quantised KV cache.
+"""Rank against bits: conversions at several ranks and bits, beside the source with a quantised KV cache.
 
     python benchmarks/rank_and_bits.py MODEL,MODEL conversions --json benchmarks/results/h200-rank-and-bits.json
 
-Every rank is one conversion by the preset ``quick``, all of one calibration text. Quantisation is simulated in one
-forward pass (``mha2mla/eval/quantized_caches.py``); bytes count codes, scales, offsets, padding
-and what stays in 16 bits. The file is written after every row.
+Steps go from the most telling to the least (:data:`STEPS`), each for all models in turn; the file is written after
+every row. ``auto`` measures a model's losses once, at the first ratio, and spends other ratios by the same losses.
+Rows of ``auto``, ``fitted`` and ``care`` are checkpoints that read their own codes. Quantisation of the others is
+simulated in one forward pass (``mha2mla/eval/quantized_caches.py``); bytes count codes, scales, offsets, padding and
+what stays in 16 bits.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,8 +27,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import mha2mla
 from benchmarks.conversion import Calibration, kv_width_of
 from benchmarks.recording import Recording, command
+from mha2mla.checkpoints import read_json
 from mha2mla.conversion.latent.basis import Importance
+from mha2mla.conversion.latent.ranks import Choice, allocate, candidates
 from mha2mla.conversion.recipe import Recipe
+from mha2mla.conversion.result.card import RECORD_FILE
 from mha2mla.environment import compute_device, describe_environment
 from mha2mla.eval.loading import load_model, load_tokenizer
 from mha2mla.eval.quality import TEXTS, QualityRow, basis_tokens, compare_caches, quantized_caches
@@ -33,14 +40,10 @@ from mha2mla.eval.report import print_table
 from mha2mla.predictions import Predictor
 from mha2mla.texts import load_text, token_windows
 
-RANKS = (0.5, 1.0, 0.75, 0.44, 0.625)  # relative to the elements that the source caches, the most telling ones first
 LENGTHS = (512, 8192)
 GROUP = 32  # ranks are multiples of it
-KV_CACHES = [KVCodes(bits, keys) for bits in (8, 4, 3, 2) for keys in ("channel", "token")]
-LATENT_CACHES = [LatentCodes(4), LatentCodes(3), LatentCodes(8), LatentCodes(4, "balanced"), LatentCodes(3, "balanced")]
-# At half the rank alone.
 ABLATIONS = [
-    *(LatentCodes(bits, basis) for basis in ("rotation", "components") for bits in (4, 3)),
+    *(LatentCodes(bits, basis) for basis in ("balanced", "rotation", "components") for bits in (4, 3)),
     LatentCodes(4, "plain"),
     *(LatentCodes(bits, group=group) for group in (64, None) for bits in (4, 3)),
     *(LatentCodes(bits, scale_bits=8) for bits in (4, 3)),
@@ -48,12 +51,30 @@ ABLATIONS = [
     LatentCodes(4, sinks=False),
     LatentCodes(4, "rotation", sinks=False),
 ]
+# Kind of step, and its argument: caches of the source, a share of its bytes, or rank over its elements and codes.
+STEPS: tuple[tuple[Any, ...], ...] = (
+    ("source", [KVCodes(bits, "channel") for bits in (4, 3, 2)]),
+    ("auto", 0.16),
+    ("rank", 0.5, [LatentCodes(bits) for bits in (4, 3, 8)]),
+    ("auto", 0.125),
+    ("auto", 0.25),
+    ("rank", 0.3125, []),
+    ("rank", 0.1875, []),
+    ("fitted", 0.16),
+    ("care", 0.5),
+    ("rank", 0.75, [LatentCodes(bits) for bits in (4, 3)]),
+    ("fitted", 0.125),
+    ("fitted", 0.25),
+    ("source", [KVCodes(bits, "token") for bits in (4, 3, 2)]),
+    ("rank", 1.0, [LatentCodes(bits) for bits in (4, 3)]),
+    ("rank", 0.5, ABLATIONS),
+)
 
 
 def study(
     models: str,
     work: str,
-    ranks: list[float] | None = None,
+    only: list[str] | None = None,
     texts: list[str] | None = None,
     lengths: list[int] | None = None,
     max_tokens: int = 8192,
@@ -67,99 +88,160 @@ def study(
     Args:
         models: folders of source checkpoints, joined by commas.
         work: folder for conversions; those that lie there are not made again.
-        ranks: d_c over the numbers that the source caches; rounded down to a multiple of 32.
+        only: kinds of steps: source, auto, rank, fitted, care; default all.
         texts: what is read; none of it calibrates.
         lengths: tokens of a window.
         max_tokens: of each text and length.
         calibration_tokens: of a conversion; default the preset's.
-        minutes: for all models. What has not begun by then is left out, and named.
+        minutes: for all. A step that has not begun by then is left out, and named.
         device: cpu, cuda, …; default CUDA when there is one.
         json: file to write after every row.
     """
     lengths = lengths or list(LENGTHS)
     measured = {"lengths": lengths, "texts": list(texts or TEXTS), "max_tokens": max_tokens}
     table = Recording("rank-and-bits", json, measured=measured)
-    names, started = models.split(","), time.monotonic()
-    for index, model in enumerate(names):
-        deadline = started + 60 * minutes * (index + 1) / len(names)
-        settings = (ranks or RANKS, measured, calibration_tokens, compute_device(device), deadline)
-        study_model(model, Path(work), table, *settings)
+    deadline = time.monotonic() + 60 * minutes
+    studied: dict[str, StudiedModel] = {}
+    failed: list[str] = []
+    for kind, *arguments in STEPS:
+        for model in models.split(","):
+            if only is not None and kind not in only:
+                continue
+            if time.monotonic() > deadline:
+                print(f"{Path(model).name}: no time for {kind} {arguments[0]}", file=sys.stderr)
+                continue
+            try:
+                if model not in studied:
+                    studied[model] = StudiedModel(model, Path(work), table, calibration_tokens, compute_device(device))
+                getattr(studied[model], f"add_{kind}")(*arguments)
+            except Exception:  # the others go on: the machine may not be had again
+                traceback.print_exc()
+                failed.append(f"{Path(model).name}: {kind} {arguments[0]}")
     columns = (
         "model",
         "cache",
         "bytes",
         *(f"{what} {length:,}" for length in lengths for what in ("ratio", "KL", "±")),
+        "seconds",
     )
-    rows = sorted(table.rows, key=lambda row: (row["model"], row["bytes"]))
     print_table(
-        rows,
-        title="Bytes of the source's 16-bit cache; perplexity ratio of the worst text; mean KL to the source",
+        sorted(table.rows, key=lambda row: (row["model"], row["bytes"])),
+        title="Bytes of the source's 16-bit cache; perplexity ratio of the worst text; mean KL to the source;"
+        " seconds of the conversion",
         columns=columns,
-        caption=describe_environment(table.environment),
+        caption="; ".join((describe_environment(table.environment), *(f"failed: {each}" for each in failed))),
     )
-    return True
+    return not failed
 
 
-def study_model(
-    model: str,
-    work: Path,
-    table: Recording,
-    ranks: Sequence[float],
-    measured: dict[str, Any],
-    tokens: int | None,
-    device: torch.device,
-    deadline: float,
-) -> None:
-    """The source's rows, then those of every rank that begins before the ``deadline`` of ``time.monotonic``."""
-    source, tokenizer = load_model(model, "model", device=device, dtype=torch.float32), load_tokenizer(model, "model")
-    predictor, full = Predictor(source), 2 * kv_width_of(model)
-    windows = {
-        (text, length): token_windows(tokenizer, load_text(text), length, max(1, measured["max_tokens"] // length))
-        for text in measured["texts"]
-        for length in measured["lengths"]
-    }
-    drawn, of_bases = Calibration(model, device), basis_tokens(tokenizer)
+class StudiedModel:
+    """A source, its windows, and the rows of its caches and conversions.
 
-    def add(caches: Sequence[tuple[dict[str, Any], Callable]]) -> None:
+    Args:
+        model: folder.
+        work: folder for conversions.
+        table: gets the rows; its ``measured`` says on what.
+        tokens: of calibration text; None: the preset's.
+    """
+
+    def __init__(self, model: str, work: Path, table: Recording, tokens: int | None, device: torch.device) -> None:
+        self.model, self.name, self.work, self.table, self.device = model, Path(model).name, work, table, device
+        self.source = load_model(model, "model", device=device, dtype=torch.float32)
+        self.predictor, self.full = Predictor(self.source), 2 * kv_width_of(model)
+        tokenizer, measured = load_tokenizer(model, "model"), table.fields["measured"]
+        self.windows = {
+            (text, length): token_windows(tokenizer, load_text(text), length, max(1, measured["max_tokens"] // length))
+            for text in measured["texts"]
+            for length in measured["lengths"]
+        }
+        self.drawn, self.of_bases = Calibration(model, device), basis_tokens(tokenizer)
+        self.tokens = {} if tokens is None else {"calibration.tokens": tokens, "calibration.lengths": [512, 1024]}
+        self.losses: dict[str, Any] = {}  # of an auto conversion
+
+    def add(self, caches: Sequence[tuple[dict[str, Any], Callable[[], ComparedCache]]]) -> None:
+        """Measures caches that no row has, each with what its row says of it; the source runs once for all of them."""
+        known = {(row["model"], row["cache"]) for row in self.table.rows}
+        caches = [each for each in caches if (self.name, each[0]["cache"]) not in known]
         by_text = [
-            compare_caches(predictor, [make for _, make in caches], text, "", part)
-            for (text, _), part in windows.items()
+            compare_caches(self.predictor, [make for _, make in caches], text, "", part)
+            for (text, _), part in self.windows.items()
         ]
         for (row, _), *found in zip(caches, *by_text, strict=True):
-            table.add({"model": Path(model).name, **row, **_numbers([each.row() for each in found])})
+            self.table.add({"model": self.name, **row, **_numbers([each.row() for each in found])})
 
-    add([({"cache": make().name, **vars(codes)}, make) for codes, make in _paired(KV_CACHES, source, None, None)])
-    for rank in dict.fromkeys(max(GROUP, int(ratio * full) // GROUP * GROUP) for ratio in ranks):
-        if time.monotonic() > deadline:
-            print(f"{Path(model).name}: no time for the latent of {rank}", file=sys.stderr)
-            continue
-        folder = work / f"{Path(model).name}-{rank}"
-        if not (folder / "config.json").is_file():
-            keys = {} if tokens is None else {"calibration.tokens": tokens, "calibration.lengths": [512, 1024]}
-            recipe = Recipe.from_preset("quick", cache_ratio=rank / full, **keys)
-            calibration, _ = drawn.windows(recipe)
-            mha2mla.convert(
-                model,
-                folder,
-                recipe,
-                calibration=calibration,
-                evaluation_tokens=512,
-                device=device,
-                dtype=torch.float32,
-                progress=False,
+    def add_source(self, caches: Sequence[KVCodes]) -> None:
+        """The source over quantised KV caches."""
+        made = quantized_caches(self.source, None, caches, None)
+        self.add([({"cache": codes.name, **vars(codes)}, make) for codes, make in zip(caches, made, strict=True)])
+
+    def add_rank(self, ratio: float, caches: Sequence[LatentCodes]) -> None:
+        """One rank for all layers in 16 bits, by ``quick``, and the same checkpoint over simulated codes."""
+        rank = max(GROUP, int(ratio * self.full) // GROUP * GROUP)
+        converted, seconds = self.converted(f"{rank}", "quick", cache_ratio=rank / self.full)
+        same = {"rank": rank, "seconds": seconds}
+        rows = [({"cache": f"latent of {rank}, 16 bits", "bits": 16, **same}, partial(ComparedCache, converted))]
+        made = quantized_caches(self.source, converted, caches, self.of_bases) if caches else ()
+        for codes, make in zip(caches, made, strict=True):
+            rows.append(({"cache": _name(rank, codes), **vars(codes), "basis": str(codes.basis), **same}, make))
+        self.add(rows)
+
+    def add_auto(self, ratio: float) -> None:
+        """Rank and bits by layer, by ``quick``."""
+        if self.losses:
+            self.add_by_layer(ratio, "quick", "auto")
+            return
+        converted, seconds = self.converted(f"auto-{ratio}", "quick", cache_ratio=ratio, **{"latent.bits": "auto"})
+        self.losses = read_json(self.work / f"{self.name}-auto-{ratio}", RECORD_FILE)["searches"]
+        chosen = list(zip(self.losses["layer_ranks"], self.losses["layer_bits"], strict=True))
+        self.add([(_row(f"quick, auto {ratio}", chosen, seconds), partial(ComparedCache, converted))])
+
+    def add_fitted(self, ratio: float) -> None:
+        """The same choice with gradient steps: preset ``cpu``, which a GPU runs in a minute."""
+        if not self.losses:
+            self.add_auto(ratio)
+        self.add_by_layer(ratio, "cpu", "fitted")
+
+    def add_by_layer(self, ratio: float, preset: str, kind: str) -> None:
+        """Rank and bits by layer, from the losses that are known."""
+        chosen = self.choice(ratio)
+        ranks, bits = ([each[index] for each in chosen] for index in range(2))
+        keys = {"latent.ranks": ranks, "latent.bits": bits}
+        converted, seconds = self.converted(f"{kind}-{ratio}", preset, cache_ratio=ratio, **keys)
+        self.add([(_row(f"{preset}, auto {ratio}", chosen, seconds), partial(ComparedCache, converted))])
+
+    def choice(self, ratio: float) -> list[Choice]:
+        geometry = Recipe.from_preset("quick", cache_ratio=ratio).geometry(self.drawn.source.spec)
+        by_rank, by_bits = (self.losses[f"layer_{name}_losses"] for name in ("rank", "code"))
+        ranks = range(min(map(int, by_rank)), geometry.full_kv_lora_rank + 1, GROUP)
+        layers = [
+            candidates(
+                geometry, ranks, *({int(key): each[layer] for key, each in by.items()} for by in (by_rank, by_bits))
             )
-        converted = load_model(folder, "converted", device=device, dtype=torch.float32)
-        caches = LATENT_CACHES + (ABLATIONS if rank == full // 2 // GROUP * GROUP else [])
-        rows = [({"cache": f"latent of {rank}, 16 bits", "rank": rank, "bits": 16}, partial(ComparedCache, converted))]
-        for codes, make in _paired(caches, source, converted, of_bases):
-            settings = {**vars(codes), "basis": str(codes.basis)}
-            rows.append(({"cache": _name(rank, codes), "rank": rank, **settings}, make))
-        add(rows)
+            for layer in range(self.source.config.num_hidden_layers)
+        ]
+        return allocate(layers, math.floor(ratio * 2 * self.full) * len(layers))
+
+    def add_care(self, ratio: float) -> None:
+        """CARE as we read it, in 16 bits."""
+        converted, seconds = self.converted(f"care-{ratio}", "care", cache_ratio=ratio)
+        self.add([({"cache": f"care {ratio}", "bits": 16, "seconds": seconds}, partial(ComparedCache, converted))])
+
+    def converted(self, name: str, preset: str, **keys: Any) -> tuple[torch.nn.Module, float]:
+        """A conversion, and the seconds that it took, without those of text that the source writes."""
+        folder = self.work / f"{self.name}-{name}"
+        if not (folder / "config.json").is_file():
+            recipe = Recipe.from_preset(preset, **keys, **self.tokens)
+            calibration, _ = self.drawn.windows(recipe)
+            options = {"device": self.device, "dtype": torch.float32, "progress": False}
+            mha2mla.convert(self.model, folder, recipe, calibration=calibration, evaluation_tokens=512, **options)
+        seconds = read_json(folder, RECORD_FILE)["seconds"]["total"]
+        return load_model(folder, "converted", device=self.device, dtype=torch.float32), seconds
 
 
-def _paired(caches: Sequence[Any], *models: Any) -> list[tuple[Any, Callable]]:
-    source, converted, calibration = models
-    return list(zip(caches, quantized_caches(source, converted, caches, calibration), strict=True))
+def _row(name: str, chosen: Sequence[Choice], seconds: float) -> dict[str, Any]:
+    mean_rank, mean_bits = (sum(each[index] for each in chosen) / len(chosen) for index in range(2))
+    ranks, bits = ([each[index] for each in chosen] for index in range(2))
+    return {"cache": name, "rank": mean_rank, "bits": mean_bits, "ranks": ranks, "by_layer": bits, "seconds": seconds}
 
 
 def _name(rank: int, codes: LatentCodes) -> str:
