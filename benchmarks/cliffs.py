@@ -68,14 +68,20 @@ NAMED = (
     (10, 10, 168, 24, 64, 1), (64, 1, 768, 64, 64, 1), (36, 4, 1024, 32, 64, 1), (80, 8, 320, 16, 64, 1),
     (5, 5, 512, 64, 64, 5), (28, 0, 1024, 128, 64, 1), (40, 1, 512, 128, 64, 1), (28, 1, 512, 128, 64, 4),
 )  # fmt: skip
-# Of these shapes also kernels that the rule does not choose: kernel, tiles of query rows.
+# Of these shapes also kernels that the rule does not choose: kernel, tiles of query rows, variant.
 OTHERS = {
-    (80, 8, 320, 16, 64, 1): (("swap_ab_ws", 3), ("heads_on_m", 2)),
-    (5, 5, 512, 64, 64, 5): (("heads_on_m", 5),),
-    (64, 1, 768, 64, 64, 1): (("swap_ab_cluster", 2),),
-    (36, 4, 1024, 32, 64, 1): (("swap_ab_cluster", 2),),
-    (40, 1, 512, 128, 64, 1): (("swap_ab_cluster", 1),),
-    (28, 1, 512, 128, 64, 4): (("swap_ab_cluster", 2),),
+    (80, 8, 320, 16, 64, 1): (("swap_ab_ws", 3, ""), ("heads_on_m", 2, "lazy")),
+    (5, 5, 512, 64, 64, 5): (("heads_on_m", 5, "lazy"),),
+    (64, 1, 768, 64, 64, 1): (("swap_ab_cluster", 2, ""), ("swap_ab_cluster", 1, "wide")),
+    (36, 4, 1024, 32, 64, 1): (("swap_ab_cluster", 2, ""), ("swap_ab_cluster", 1, "wide")),
+    (40, 1, 512, 128, 64, 1): (("swap_ab_cluster", 1, ""), ("swap_ab_cluster", 1, "wide")),
+    (28, 1, 512, 128, 64, 4): (("swap_ab_cluster", 2, ""),),
+    (24, 8, 576, 24, 64, 1): (("swap_ab_cluster", 1, "wide"),),
+    (32, 8, 960, 8, 64, 1): (("swap_ab_cluster", 1, "wide"),),
+    (24, 0, 640, 64, 64, 1): (("latent_cluster", 1, "wide"),),
+    (32, 0, 1000, 64, 64, 1): (("latent_cluster", 1, "wide"),),
+    (40, 0, 448, 128, 64, 1): (("latent_cluster", 2, "wide"),),
+    (28, 0, 512, 128, 64, 4): (("latent_cluster", 4, "wide"),),
 }
 COLUMNS = (
     "name", "kernel", "rows", "tiles", "ctas_per_sm", "MB", "us", "graph_us", "limit_us", "binds", "over", "graph_over",
@@ -85,21 +91,23 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Call:
-    """A call to time, by the rule's choice or, where it is not None, by the first of ``kernel`` and tiles."""
+    """A call to time, by the rule's choice or, where it is not None, by the first of ``kernel``, tiles and variant."""
 
     problem: Problem
-    kernel: tuple[str, int] | None = None
+    kernel: tuple[str, int, str] | None = None
 
     @property
     def name(self) -> str:
-        return decode_case(self.problem).name + (f" {self.kernel[0]} {self.kernel[1]} tiles" if self.kernel else "")
+        return decode_case(self.problem).name + (" {} {} tiles {}".format(*self.kernel).rstrip() if self.kernel else "")
 
     def choice(self) -> KernelChoice:
         op, shape = self.problem.op, compiled_shape(self.problem.shape())
         if self.kernel is None:
             return op.select(shape, HOPPER)
         listed = list_kernels(shape, HOPPER, has_rope_cache=op is not LATENT)
-        return next(choice for choice in listed if (choice.kernel, choice.tiling.num_tiles) == self.kernel)
+        return next(
+            choice for choice in listed if (choice.kernel, choice.tiling.num_tiles, choice.variant) == self.kernel
+        )
 
     def job(self) -> CompileJob:
         """Its kernels, for this machine's GPU."""

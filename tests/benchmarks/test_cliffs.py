@@ -49,7 +49,7 @@ def test_a_row_names_what_limits_it():
     stored = complete(kept, {"us": 50.0}, RATE, rows, {"H28 G1 c512 r128 64x3052 q4": 80.0})
     assert stored["of_computed"] == 0.25 and stored["before_us"] == 80 and stored["keys"] == "stored"
     assert stored["auto"] != row["auto"]
-    other = complete(Call(problem, ("latent_cluster", 4)), {"us": 300.0}, RATE, rows, {})
+    other = complete(Call(problem, ("latent_cluster", 4, "wide")), {"us": 300.0}, RATE, rows, {})
     assert (other["of_rule"], other["auto"]) == (1.5, False)
     assert is_slow({"S_q": 2, "H": 40, "keys": "stored", "of_one": 1.7})
     assert not is_slow({"S_q": 2, "H": 40, "keys": "computed", "of_one": 1.7})

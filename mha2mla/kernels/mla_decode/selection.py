@@ -31,6 +31,7 @@ MAX_ROPE_WIDTH = 2048
 MAX_ROPE_ALONE = 128  # d_r of a cache of the latent alone
 MAX_CODES = 512  # of a token
 CLUSTER = 2  # CTAs that share a tile
+PIECES = {"": 128, "wide": 448}  # by variant: columns, at most, that are loaded at a time of a CTA's in a cluster
 MAX_ROPE_HALF = 128  # rotary columns that a CTA of a cluster keeps of a tile
 HEADS_ON_M_THREADS = 512  # its latent is padded to four panels of 64 columns, one piece for each warpgroup's share
 FP8_THREADS = 384  # two warpgroups that compute, one that loads
@@ -152,10 +153,11 @@ class Halves:
         return self.units * self.unit
 
 
-def halve(tiling: RowTiling, kv_lora_rank: int, qk_rope_head_dim: int) -> Halves:
-    """The halves of a tile. Pieces are as wide as lets both CTAs read the same, within 64 columns."""
+def halve(tiling: RowTiling, kv_lora_rank: int, qk_rope_head_dim: int, variant: str = "") -> Halves:
+    """The halves of a tile. Pieces are as wide as lets both CTAs read the same, within 64 columns; ``variant``: up to
+    which width, one of ``PIECES``."""
     panels = -(-kv_lora_rank // (64 * CLUSTER))
-    unit = 128 if panels % 2 == 0 else 64
+    unit = 64 * max(n for n in range(1, PIECES[variant] // 64 + 1) if panels % n == 0)
     own = -(-(tiling.groups_per_tile * qk_rope_head_dim) // (8 * CLUSTER)) * 8
     padded = 16
     while padded < own:
@@ -330,22 +332,25 @@ def _swap_ab_ws(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates
 
 def _swap_ab_cluster(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
     """Behind ``swap_ab_ws`` where both take as many tiles, and everywhere up to 512 columns; a ring of 1.5 to 3
-    tiles."""
-    cut = halve(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim)
-    if shape.kv_lora_rank <= WIDE_LATENT // 2 or cut.rope_columns > MAX_ROPE_HALF:
-        return
+    tiles. ``wide`` pieces behind all: not measured."""
     warpgroups = 2 if tiling.rows == 64 else 1
-    for halves, rope_stages in product((6, 5, 4, 3), (3, 2)):
-        num_stages = halves * cut.units // 2
+    if shape.kv_lora_rank <= WIDE_LATENT // 2:
+        return
+    for variant, rope_stages, halves in product(PIECES, (3, 2), (6, 5, 4, 3)):
+        cut = halve(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, variant)
+        if cut.rope_columns > MAX_ROPE_HALF:
+            return
+        num_stages = max(cut.units + 1, halves * cut.units // 2)
         used = cluster_shared_memory(tiling, cut, num_stages, rope_stages)
         choice = _choice(
             "swap_ab_cluster", tiling, used,
             f"{CLUSTER} x {cut.columns} columns, {warpgroups} warpgroup(s), {num_stages} pieces of {cut.unit} columns"
             f" and {rope_stages} rope stages",
             num_stages=num_stages, rope_stages=rope_stages, threads=128 * (warpgroups + 1), warpgroups=warpgroups,
-            cluster_size=CLUSTER,
+            cluster_size=CLUSTER, variant=variant,
         )  # fmt: skip
-        rank = (int(shape.kv_lora_rank <= WIDE_LATENT), tiling.num_tiles, tiling.rows, 0, -num_stages, -rope_stages)
+        behind = 1 if variant or shape.kv_lora_rank <= WIDE_LATENT else 0
+        rank = (behind, tiling.num_tiles, tiling.rows, 0, -num_stages, -rope_stages)
         yield rank, choice if used <= limit else None, used
 
 
@@ -483,12 +488,13 @@ def _latent_fp8(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates
 
 
 def _latent_cluster(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
-    """A ring of 1.5 to 4 tiles."""
-    cut, blocks = halve(tiling, shape.kv_lora_rank, 8), key_blocks(tiling, shape.qk_rope_head_dim)
+    """A ring of 1.5 to 4 tiles; ``wide`` pieces behind all: not measured."""
+    blocks = key_blocks(tiling, shape.qk_rope_head_dim)
     makers, warpgroups = blocks.chunks_per_block, 2 if tiling.rows == 64 else 1
     held = 64 * tiling.rows // warpgroups // 128
-    registers = _registers(cut.columns, shape.qk_rope_head_dim, tiling, warpgroups, 1, held)
-    for halves, rope_stages in product((8, 6, 5, 4, 3), (3 * makers, 2 * makers)):
+    for variant, halves, rope_stages in product(PIECES, (8, 6, 5, 4, 3), (3 * makers, 2 * makers)):
+        cut = halve(tiling, shape.kv_lora_rank, 8, variant)
+        registers = _registers(cut.columns, shape.qk_rope_head_dim, tiling, warpgroups, 1, held)
         num_stages = max(cut.units + 1, halves * cut.units // 2)
         used = cluster_shared_memory(tiling, cut, num_stages, rope_stages, (makers * KEY_TILE, KEY_TILE))
         choice = _choice(
@@ -496,9 +502,9 @@ def _latent_cluster(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candid
             f"{CLUSTER} x {cut.columns} columns, {warpgroups} warpgroup(s) compute, {makers} make keys, {num_stages}"
             f" pieces of {cut.unit} columns and {rope_stages} rope stages",
             num_stages=num_stages, rope_stages=rope_stages, threads=128 * (warpgroups + makers + 1),
-            warpgroups=warpgroups, cluster_size=CLUSTER, registers=registers or (0, 0, 0),
+            warpgroups=warpgroups, cluster_size=CLUSTER, variant=variant, registers=registers or (0, 0, 0),
         )  # fmt: skip
-        rank = (1, tiling.num_tiles, tiling.rows, -num_stages, -rope_stages)
+        rank = (1 + bool(variant), tiling.num_tiles, tiling.rows, -num_stages, -rope_stages)
         yield rank, choice if used <= limit and registers is not None else None, used
 
 

@@ -66,7 +66,7 @@ class Columns:
 
 
 class Static(Columns, swap_ab_ws.Static):
-    cut = property(lambda k: halve(k.tiling, k.d_c, k.d_r))
+    cut = property(lambda k: halve(k.tiling, k.d_c, k.d_r, k.choice.variant))
     rope = property(lambda k: RopeBlocks(1, k.tiling.rows, k.cut.rope_columns, 1, k.cut.rope_columns))
 
 
@@ -245,7 +245,7 @@ def _make(k: Static, types: MLATypes, streaming_registers: int, source: str):
 
 
 class LatentStatic(Columns, latent_ws.Static):
-    cut = property(lambda k: halve(k.tiling, k.d_c, 8))
+    cut = property(lambda k: halve(k.tiling, k.d_c, 8, k.choice.variant))
     steps = property(lambda k: key_steps(k.cut.columns))
 
 
