@@ -224,7 +224,8 @@ def test_a_rate_too_large_keeps_the_conversion(folders, tmp_path):
 def test_a_full_rank_conversion_stays(folders, tmp_path):
     tiny.convert(folders[0], tmp_path / "full", {**LATENT, "cache_ratio": 1.0}, evaluation="builtin:prose")
     report = heal((folders[0], tmp_path / "full"), tmp_path / "out", rate=1e-4, keep="last")
-    assert abs(report.rows[0]["ratio_after"] - 1) < 1e-3
+    # Steps of rounding noise; the ratio of 256 tokens under a random model moves by 0.005 with the seed.
+    assert report.rows[0]["kl_after"] < 3e-4
 
 
 CASES = {
