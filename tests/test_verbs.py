@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from tests.commands import run
 
@@ -149,3 +150,9 @@ def test_env(tmp_path, capsys):
     assert run("env", "--json", tmp_path / "env.json") == 0
     assert "transformers" in capsys.readouterr().out
     assert json.loads((tmp_path / "env.json").read_text())["kind"] == "environment"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels would be compiled")
+def test_warm_up_says_that_it_needs_a_gpu(tiny_converted, capsys):
+    assert run("warm-up", tiny_converted) == 2
+    assert "device is cpu; expected a CUDA device: kernels are compiled for the GPU" in capsys.readouterr().err

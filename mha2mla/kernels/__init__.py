@@ -13,7 +13,14 @@ from mha2mla.kernels.mla_decode.api import decodes_codes, explain_mla_decode, ml
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent, quantize_latent
 from mha2mla.kernels.parallel_compilation import compile_ahead
 from mha2mla.kernels.pointwise.api import rms_norm, silu_mul
-from mha2mla.kernels.rope_append.api import MAX_SLOTS, append_w_uk, gqa_append, mla_append, slots_of
+from mha2mla.kernels.rope_append.api import (
+    MAX_SLOTS,
+    append_w_uk,
+    compute_rotary_keys,
+    gqa_append,
+    mla_append,
+    slots_of,
+)
 from mha2mla.kernels.skinny_linear.api import skinny_linear
 from mha2mla.kernels.skinny_linear.selection import is_skinny
 from mha2mla.kernels.split_kv.choice import MAX_BATCH
@@ -35,6 +42,7 @@ __all__ = [
     "attention_varlen",
     "causal_attention",
     "compile_ahead",
+    "compute_rotary_keys",
     "decodes_codes",
     "dequantize_latent",
     "explain_attention_varlen",

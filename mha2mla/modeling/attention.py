@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 from transformers.distributed.utils import is_dtensor
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernels import LatentRope, rotary_keys, rotate_keys
+from mha2mla.kernels import LatentRope, compute_rotary_keys, rotary_keys, rotate_keys
 from mha2mla.modeling import modeling_mha2mla
 from mha2mla.modeling.cache import LatentCache
 from mha2mla.modeling.cache_layout import quantizer_of
@@ -113,7 +113,11 @@ class MLAAttention(modeling_mha2mla.MLAAttention):
         scaling = self.config.layer_rope_scaling(self.layer_idx)
         if (own := own_map(self.k_rope_proj)) is None:
             return rotate_keys(self.k_rope_proj(latent), self.inv_freq[0], scaling, positions)[:, :, None]
-        return rotary_keys(latent, LatentRope(*own, self.inv_freq[0], scaling), positions)[:, :, None]
+        rope = LatentRope(*own, self.inv_freq[0], scaling)
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return rotary_keys(latent, rope, positions)[:, :, None]
+        positions = positions.expand(latent.shape[:2]).flatten().int()
+        return compute_rotary_keys(latent.flatten(0, 1), rope, positions).view(*latent.shape[:2], 1, -1)
 
     def _attend(
         self,

@@ -14,12 +14,13 @@ from mha2mla.kernels.attention_combine import attention_combine
 from mha2mla.kernels.attention_varlen.api import attention_varlen, mla_prefill_varlen
 from mha2mla.kernels.devices import check_backend, register
 from mha2mla.kernels.gqa_decode.api import gqa_decode
-from mha2mla.kernels.latent_rope import LatentRope, rotary_keys
+from mha2mla.kernels.latent_rope import LatentRope
 from mha2mla.kernels.layouts import Argument, check_scale, check_tensors
 from mha2mla.kernels.mixed_attention.layout import Wave
 from mha2mla.kernels.mixed_attention.plan import ChunkPart, MixedPlan, check_lengths
 from mha2mla.kernels.mla_decode.api import mla_decode, mla_decode_w_uv, serves_w_uv
 from mha2mla.kernels.mla_decode.quantization import CODES, dequantize_latent, holds_codes
+from mha2mla.kernels.rope_append.api import compute_rotary_keys
 from mha2mla.kernels.skinny_linear.api import project_w_uk, skinny_linear, up_project
 from mha2mla.kernels.skinny_linear.selection import is_skinny, serves_up_project, serves_w_uk
 from mha2mla.kernels.split_kv.plan import DecodePlan
@@ -347,7 +348,7 @@ def _mla_attention(
         if rope is None:
             k_pe = gather_rows(rope_cache, part.slots)
         else:
-            k_pe = rotary_keys(latent, rope, part.positions)[:, None]
+            k_pe = compute_rotary_keys(latent, rope, part.positions, backend=backend)[:, None]
         k_nope = k_pe.new_empty(len(latent), v_up.shape[0], 0) if k_up is None else expand(latent, k_up)
         return mla_prefill_varlen(
             q_nope[tokens], q_pe[tokens], k_nope, k_pe, expand(latent, v_up), *bounds, softmax_scale=softmax_scale,

@@ -79,24 +79,51 @@ class BatchLayout:
     tokens: int
 
 
-def absorbs_up_to(geometry: MLAGeometry) -> int:
-    """Query length up to which the absorbed form needs fewer FLOP than the expanded one over the same cached tokens.
+@dataclass(frozen=True)
+class FormCost:
+    """FLOP of a form of attention in one layer, projections of the new tokens left out.
 
-    Per cached token, absorbed attention costs ``2 H (2 d_c + d_r)`` for each query, expanded attention
-    ``2 H (d_n + d_r + d_v)`` for each query and ``2 h_up d_c (d_n + d_v)`` once, for expanding the token. A rotary
-    key that is computed from the latent costs ``2 d_c d_r`` once in the expanded form, and in the absorbed one once in
-    every call of the decode op, of 8 queries.
+    Attributes:
+        pair: of a query and a token that it sees. token: of each token. query: of each query.
+        call: of each token in every call of the decode op, of at most 8 queries.
+    """
+
+    pair: int
+    token: int = 0
+    query: int = 0
+    call: int = 0
+
+    def flops(self, query_length: int, cached_length: int) -> int:
+        """Of ``query_length`` causal queries behind ``cached_length`` tokens."""
+        tokens = cached_length + query_length
+        pairs = query_length * cached_length + query_length * (query_length + 1) // 2
+        calls = -(-query_length // MAX_DECODE_QUERY_LENGTH)
+        return self.pair * pairs + self.query * query_length + (self.token + self.call * calls) * tokens
+
+
+def form_costs(geometry: MLAGeometry) -> dict[str, FormCost]:
+    """FLOP of a layer's "absorbed" and "expanded" form.
+
+    Scores and values take ``2 (d_qk + d_v)`` a pair and head. The absorbed form maps each query by W_UK and its output
+    by W_UV; the expanded form maps each token by both. A rotary key that is computed from the latent costs
+    ``2 d_c d_r``: once in the expanded form, in every call of the decode op in the absorbed one.
     """
     heads, latent, rope = geometry.num_attention_heads, geometry.kv_lora_rank, geometry.qk_rope_head_dim
-    absorbed = heads * (2 * latent + rope)
-    expanded = heads * (geometry.qk_nope_head_dim + rope + geometry.v_head_dim)
-    expansion = geometry.num_up_projection_heads * latent * (geometry.qk_nope_head_dim + geometry.v_head_dim)
-    if geometry.rope_from_latent:
-        absorbed += latent * rope // MAX_DECODE_QUERY_LENGTH
-        expansion += latent * rope
-    if absorbed <= expanded:
-        return 2**30
-    return max(MAX_DECODE_QUERY_LENGTH, expansion // (absorbed - expanded))
+    wide = geometry.qk_nope_head_dim + geometry.v_head_dim
+    key = 2 * latent * rope if geometry.rope_from_latent else 0
+    return {
+        "absorbed": FormCost(2 * heads * (2 * latent + rope), query=2 * heads * latent * wide, call=key),
+        "expanded": FormCost(
+            2 * heads * (wide + rope), token=2 * geometry.num_up_projection_heads * latent * wide + key
+        ),
+    }
+
+
+def absorbs_up_to(geometry: MLAGeometry) -> int:
+    """Query length up to which the absorbed form needs fewer FLOP than the expanded one over a long context."""
+    absorbed, expanded = form_costs(geometry).values()
+    more = absorbed.pair + absorbed.call // MAX_DECODE_QUERY_LENGTH - expanded.pair
+    return 2**30 if more <= 0 else max(MAX_DECODE_QUERY_LENGTH, expanded.token // more)
 
 
 def is_absorbed(query_length: int, cached_length: int, short: int, window: int = -1, sinks: int = 0) -> bool:

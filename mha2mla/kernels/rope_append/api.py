@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mha2mla.kernels.devices import capability, register_kernel, runs_compiled
+from mha2mla.kernels.latent_rope import LatentRope, rotary_keys
 from mha2mla.kernels.layouts import Argument, argument_error, check_tensors
 from mha2mla.kernels.mla_decode.quantization import CODES, holds_codes, quantize_latent
 from mha2mla.kernels.skinny_linear.selection import serves_w_uk
@@ -191,6 +193,33 @@ def gqa_append(
     return _append_op(
         value.flatten(1), key, query, value_cache.flatten(2), key_cache, positions, slots, inv_freq, attention_scaling,
         interleaved, runs_compiled(backend, query.device, query.dtype),
+    )  # fmt: skip
+
+
+def compute_rotary_keys(latent: Tensor, rope: LatentRope, positions: Tensor, *, backend: str | None = None) -> Tensor:
+    """:func:`rotary_keys` of many tokens, without gradients, by a product and one kernel in place of twenty.
+
+    Args:
+        latent: [T, d_c].
+        rope: as of :func:`rotary_keys`.
+        positions: [T] int32.
+        backend: as of :func:`mla_append`, whose float32 angles the kernel has.
+
+    Returns:
+        k_pe [T, d_r]; of plain torch with angles in float64.
+    """
+    if not runs_compiled(backend, latent.device, latent.dtype):
+        return rotary_keys(latent, rope, positions)
+    raw = F.linear(latent.float(), rope.weight.float(), rope.bias.float())[:, None]
+    return _rotated(raw, positions, rope, compiled=True)[:, 0].to(latent.dtype)
+
+
+def _rotated(x: Tensor, positions: Tensor, rope: LatentRope, compiled: bool) -> Tensor:
+    """x [T, heads, d_r] rotated; nothing is written."""
+    rows, cache = x[:, 0, :0], x.new_empty(1, 1, 0)
+    return _append_op(
+        rows, x[:, :0], x, cache, cache[..., None].expand(-1, -1, -1, x.shape[2]), positions, positions,
+        rope.inv_freq[None], rope.scaling, False, compiled,
     )  # fmt: skip
 
 

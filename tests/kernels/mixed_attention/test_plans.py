@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import gqa_attention
-from mha2mla.kernels.mixed_attention.layout import absorbs_up_to, lay_out
+from mha2mla.kernels.mixed_attention.layout import absorbs_up_to, form_costs, lay_out
 from tests.kernels.mixed_attention.problems import SCALE, WIDTHS, Problem, error, gqa_plan, gqa_problem, layout_of
 
 
@@ -57,6 +57,22 @@ def test_the_form_follows_from_flop():
     # Keys from the latent: 512·64 once a token, and once in 8 queries of the absorbed form.
     geometry = MLAGeometry(32, 1, 512, 64, 64, 128, 8, rope_from_latent=True)
     assert absorbs_up_to(geometry) == (512 * 8 * 192 + 512 * 64) // (32 * 1088 + 512 * 8 - 32 * 256) == 26
+
+
+@pytest.mark.parametrize("computed", [False, True], ids=["stored keys", "computed keys"])
+def test_form_costs_are_those_of_their_products(computed):
+    """Counted product by product; SmolLM2's shape at half of its cache, in prompts and chunks of them."""
+    heads, latent, rope, nope, value, up = 9, 192, 128, 64, 64, 3
+    costs = form_costs(MLAGeometry(heads, 1, latent, rope, nope, value, up, rope_from_latent=computed))
+    for queries, cached in ((1, 0), (1, 100), (8, 5), (13, 0), (20, 700), (2048, 5120)):
+        tokens, pairs = cached + queries, sum(cached + at + 1 for at in range(queries))
+        keys = 2 * tokens * latent * rope if computed else 0
+        expand = 2 * tokens * up * latent * (nope + value)
+        attend = 2 * pairs * heads * (nope + rope) + 2 * pairs * heads * value
+        assert costs["expanded"].flops(queries, cached) == expand + attend + keys
+        maps = 2 * queries * heads * nope * latent + 2 * queries * heads * latent * value
+        attend = 2 * pairs * heads * (latent + rope) + 2 * pairs * heads * latent
+        assert costs["absorbed"].flops(queries, cached) == maps + attend + keys * -(-queries // 8)
 
 
 def test_a_plan_for_other_lengths_in_the_same_tensors():

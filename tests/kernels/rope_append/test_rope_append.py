@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from mha2mla.kernels import gqa_append, mla_append, quantize_latent, slots_of
+from mha2mla.kernels import (
+    LatentRope,
+    compute_rotary_keys,
+    gqa_append,
+    mla_append,
+    quantize_latent,
+    rotary_keys,
+    slots_of,
+)
+from mha2mla.kernels.rope_append import api
 from mha2mla.kernels.rope_append.api import MAX_SLOTS, rotate_reference
 from tests.kernels.rope_append.problems import PAGE, PAGES, SHAPES, WITHOUT_KEYS, assert_right, copied, tensors
 
@@ -183,3 +194,38 @@ def test_parts_of_one_projection_are_read_in_place(shape, device):
     assert not given["q_pe"].is_contiguous()
     out = mla_append(**given)
     assert_right(before, {name: tensor.cpu() for name, tensor in given.items()}, out.cpu())
+
+
+def latent_rope(device="cpu", dtype=torch.bfloat16):
+    """70 latents of 48, parameters of keys of 16 whose last pair stands still, a bias as large as 145, positions."""
+    latent, weight, bias = (torch.randn(*size).to(device, dtype) for size in ((70, 48), (16, 48), (16,)))
+    bias[3] = 145
+    inv_freq = (10000.0 ** -torch.rand(8)).to(device)
+    inv_freq[-1] = 0
+    return latent, LatentRope(weight, bias, inv_freq, 1.3), torch.randint(0, 8192, (70,), device=device).int()
+
+
+def test_rotary_keys_of_many_tokens_are_those_of_each(monkeypatch):
+    """By a product and a rotation, whose plain torch stands in for its kernel; nothing else is launched."""
+    latent, rope, positions = latent_rope()
+    exact = rotary_keys(latent.double(), replace(rope, weight=rope.weight.double(), bias=rope.bias.double()), positions)
+    assert torch.equal(compute_rotary_keys(latent, rope, positions), rotary_keys(latent, rope, positions))
+    asked = []
+    monkeypatch.setattr(api, "runs_compiled", lambda *_: True)
+    op = api._append_op
+    monkeypatch.setattr(api, "_append_op", lambda *given: asked.append(given) or op(*given[:-1], False))
+    found = compute_rotary_keys(latent, rope, positions)
+    (given,) = asked
+    assert given[-1] and [x.numel() for x in (given[0], given[1], given[3], given[4])] == [0] * 4
+    assert found.dtype == latent.dtype and (found.double() - exact).abs().max() <= exact.abs().max() * 2**-8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rotary_keys_of_many_tokens_on_the_gpu(dtype):
+    latent, rope, positions = latent_rope("cuda", dtype)
+    exact = rotary_keys(latent.double(), replace(rope, weight=rope.weight.double(), bias=rope.bias.double()), positions)
+    found, plain = (
+        compute_rotary_keys(latent, rope, positions, backend=backend) for backend in ("tilelang", "reference")
+    )
+    assert (found.double() - exact).abs().max() <= 2 * (plain.double() - exact).abs().max()
