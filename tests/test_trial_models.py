@@ -24,9 +24,8 @@ def test_all_shapes_convert():
         source = source_config(name)
         for layout in ("latent", "shared", "per-group"):
             config = converted_config(source, layout=layout, cache_ratio=0.5)
-            assert config.cache_bytes_per_token(2) <= 0.5 * 4 * source.num_hidden_layers * (
-                source.num_key_value_heads * config.v_head_dim
-            )
+            width = source.num_key_value_heads * config.v_head_dim
+            assert config.cache_bytes_per_token(2) <= 0.5 * 4 * source.num_hidden_layers * width
 
 
 def test_a_pair_is_made_when_it_is_called():

@@ -31,10 +31,9 @@ def test_convert_inspect_and_evaluate(tiny_source, tmp_path, capsys):
     assert run("inspect", destination, "--dtype", "float16", "--json", report) == 0
     shown = json.loads(report.read_text())
     assert shown["summary"]["cache bytes per token of the source"] == 2 * 2 * 2 * 16 * 2
-    assert shown["summary"]["cache bytes per token"] == sum(
-        2 * row["bytes_per_token_and_layer"] for row in shown["rows"]
-    )
-    assert shown["rows"][0]["layers"] == "0–1" and shown["rows"][0]["num_rope_heads"] == 1
+    (row,) = shown["rows"]
+    assert shown["summary"]["cache bytes per token"] == 2 * row["bytes_per_token_and_layer"]
+    assert row["layers"] == "0–1" and row["num_rope_heads"] == 1
     assert shown["summary"]["recipe.target.layout"] == "shared" and shown["summary"]["recipe.preset"] == "quick"
     # Without a record of the conversion the rest is still there.
     (destination / "conversion.json").unlink()

@@ -94,9 +94,8 @@ def test_growth_of_the_weights_is_said(tiny_converted, tiny_source):
     assert record["weight_growth"] == after / before != 1
     assert record["source_weight_bytes"] == 4 * before
     assert record["weight_bytes"] == sum(tensor.nbytes for tensor in model.state_dict().values())
-    assert (
-        f"| parameters | {before:,} | {after:,} ({after / before:.4f}) |" in (tiny_converted / "README.md").read_text()
-    )
+    card = (tiny_converted / "README.md").read_text()
+    assert f"| parameters | {before:,} | {after:,} ({after / before:.4f}) |" in card
     found = inspect_checkpoint(tiny_converted).summary
     assert (found["parameters of the source"], found["parameters"]) == (before, after)
     assert found["growth"] == f"{after / before - 1:+.1%}"
@@ -122,10 +121,7 @@ def test_verify_finds_a_transposed_square(max_shard_bytes, tmp_path, capsys):
 
 def test_verify_names_what_has_no_digest(tiny_converted, tmp_path, capsys):
     old = shutil.copytree(tiny_converted, tmp_path / "old")
-    for digests, message in (
-        (..., "conversion.json has no weights_sha256"),
-        ({}, "model.safetensors is in one of"),
-    ):
+    for digests, message in ((..., "conversion.json has no weights_sha256"), ({}, "model.safetensors is in one of")):
         edit_json(old / "conversion.json", weights_sha256=digests)
         assert main(["inspect", str(old), "--verify"]) == 2
         assert message in capsys.readouterr().err

@@ -50,9 +50,8 @@ def test_attention_rows(geometry, cached, dtype):
         assert row["cache_bytes"] == row["batch"] * row["seqlen"] * width * dtype.itemsize
         assert row["gb_per_s"] == pytest.approx(row["cache_bytes"] / row["us_p50"] / 1e3)
     assert {"mla_decode (reference)", "torch SDPA"} <= {row["implementation"] for row in rows}
-    assert {"us_p20", "us_p50", "us_p80", "gb_per_s", "error", "status", "cache_bytes"} <= set().union(*rows) & set(
-        COLUMNS
-    )
+    keys = {"us_p20", "us_p50", "us_p80", "gb_per_s", "error", "status", "cache_bytes"}
+    assert keys <= COLUMNS.keys() & set().union(*rows)
 
 
 def test_a_wrong_baseline_gets_no_speed():
@@ -103,10 +102,9 @@ def test_gqa_baseline_is_the_sources_attention(seqlen):
     ids=["8x2048", "large-scores", "2x2048"],
 )
 def test_float32_rounding_is_not_called_wrong(geometry, batch, seqlen):
+    options = {"batch_sizes": (batch,), "seqlens": (seqlen,), "dtype": torch.float32, "min_run_time": 1e-6}
     for seed in range(4):
-        rows = attention_latency(
-            geometry, batch_sizes=(batch,), seqlens=(seqlen,), dtype=torch.float32, min_run_time=1e-6, seed=seed
-        )
+        rows = attention_latency(geometry, seed=seed, **options)
         assert {row["status"] for row in rows if not row["status"].startswith("missing: ")} == {"ok"}
 
 
@@ -198,9 +196,7 @@ class WrongStep:
 
     def forward(self, input_ids, past_key_values=None, **keywords):
         wrong = past_key_values is not None and input_ids.shape[1] == 1
-        return super().forward(
-            input_ids=input_ids ^ 1 if wrong else input_ids, past_key_values=past_key_values, **keywords
-        )
+        return super().forward(input_ids=input_ids ^ int(wrong), past_key_values=past_key_values, **keywords)
 
 
 class WrongLlama(WrongStep, LlamaForCausalLM):
@@ -240,9 +236,8 @@ def test_a_lucky_yardstick_makes_no_step_wrong(tiny_source):
 
 def test_model_latency_joins_levels_and_saves_rows(tiny_source, tiny_converted):
     saved = []
-    rows = model_latency(
-        tiny_source, tiny_converted, save=lambda rows: saved.append([dict(row) for row in rows]), **ALL_LEVELS
-    )
+    keep = {"save": lambda rows: saved.append([dict(row) for row in rows])}
+    rows = model_latency(tiny_source, tiny_converted, **keep, **ALL_LEVELS)
     assert [row["op"] for row in rows if row["implementation"] == "converted"] == ["decode step", "prefill", "generate"]
     assert all(row["status"] == "ok" or row["status"].startswith("missing: ") for row in rows)
     assert [len(each) for each in saved] == list(range(1, len(rows) + 1)) and saved[-1] == rows

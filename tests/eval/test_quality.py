@@ -196,9 +196,8 @@ def test_missing_inputs_are_named(tiny_source, tmp_path):
 def test_probes_and_generation_are_measured_where_windows_are(tiny_source, other):
     settings = SETTINGS | {"texts": ["builtin:prose"], "lengths": (128, 640), "max_tokens": 640}
     small = {"generation": GenerationSettings(prompt_lengths=(16,), prompts=1, new_tokens=64, text="builtin:prose")}
-    report = evaluate_quality(
-        tiny_source, other, probes=ProbeSettings((640,), (), 2, text="builtin:prose"), **small, **settings
-    )
+    small["probes"] = ProbeSettings((640,), (), 2, text="builtin:prose")
+    report = evaluate_quality(tiny_source, other, **small, **settings)
     assert {(row.probe, row.length) for row in report.probes} == {(name, 640) for name in QUESTIONS}
     assert [row.prompt_tokens for row in report.generation] == [16]
     written = report.to_dict()
@@ -217,10 +216,8 @@ def test_default_probes_follow_lengths_and_last_text(tiny_source, other, monkeyp
     monkeypatch.setattr(quality, "compare_generation", record)
     settings = SETTINGS | {"texts": ["builtin:pydoc", "builtin:prose"], "lengths": (32, 48)}
     report = evaluate_quality(tiny_source, other, probes=True, generation=True, **settings)
-    assert asked == [
-        (ProbeSettings(lengths=(32, 48), text="builtin:prose"), 4096),
-        (GenerationSettings(text="builtin:prose"), 4096),
-    ]
+    text = {"text": "builtin:prose"}
+    assert asked == [(ProbeSettings(lengths=(32, 48), **text), 4096), (GenerationSettings(**text), 4096)]
     assert report.skipped == ("nothing", "nothing")
 
 
@@ -293,9 +290,8 @@ def test_own_metrics_are_columns_of_every_row(tiny_source, other, tokenizer):
     report = evaluate_quality(tiny_source, other, metrics=[metric], **SETTINGS)
     ids = tokenizer(load_text("builtin:prose"), add_special_tokens=False, return_tensors="pt")["input_ids"][0, :480]
     with torch.inference_mode():
-        order = (
-            AutoModelForCausalLM.from_pretrained(other)(ids.view(10, 48)).logits[:, :-1].argsort(-1, descending=True)
-        )
+        logits = AutoModelForCausalLM.from_pretrained(other)(ids.view(10, 48)).logits[:, :-1]
+    order = logits.argsort(-1, descending=True)
     ranks = (order == ids.view(10, 48)[:, 1:, None]).int().argmax(-1).double()
     for row in (*report.rows, *report.by_position):
         here = ranks[:, max(0, row.first - 1) : row.stop - 1]

@@ -13,38 +13,23 @@ from tests.conversion import tiny
 from tests.conversion.tiny import SHORT, convert
 from tests.folders import edit_weights
 
+KEYS = "model.layers.1.self_attn.k_proj.weight"
 # One by the place where it shows: the folder, the headers, the weights, the text.
 DAMAGES = {
-    "no config": (lambda f: (f / "config.json").unlink(), CheckpointError, "has no config.json"),
-    "missing tensor": (
-        lambda f: edit_weights(f, {"model.layers.1.self_attn.k_proj.weight": ...}),
-        CheckpointError,
-        "model.layers.1.self_attn.k_proj.weight is absent",
-    ),
-    "unknown tensor": (
-        lambda f: edit_weights(f, {"model.layers.0.self_attn.sinks": torch.ones(4)}),
-        UnsupportedSourceError,
-        "self_attn.sinks",
-    ),
-    "Inf in an MLP": (
-        lambda f: edit_weights(f, {"model.layers.1.mlp.up_proj.weight": lambda weight: weight * torch.inf}),
-        CheckpointError,
-        "up_proj.weight in model.safetensors has",
-    ),
-    "no tokenizer": (
-        lambda f: [(f / name).unlink() for name in ("tokenizer.json", "tokenizer_config.json")],
-        CheckpointError,
-        "no usable tokenizer",
-    ),
+    "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
+    "missing tensor": (lambda f: edit_weights(f, {KEYS: ...}), f"{KEYS} is absent"),
+    "unknown tensor": (lambda f: edit_weights(f, {"model.sinks": torch.ones(4)}), "tensor model.sinks .* is unknown"),
+    "Inf in a weight": (lambda f: edit_weights(f, {KEYS: lambda weight: weight * torch.inf}), f"{KEYS} in .* has"),
+    "no tokenizer": (lambda f: [path.unlink() for path in f.glob("tokenizer*.json")], "no usable tokenizer"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_bad_source_is_named_and_leaves_nothing(damage, tmp_path):
     source = tiny.checkpoint(tmp_path / "source")
-    change, error, named = DAMAGES[damage]
+    change, named = DAMAGES[damage]
     change(source)
-    with pytest.raises(error, match=named):
+    with pytest.raises((UnsupportedSourceError, CheckpointError), match=named):
         convert(source, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 

@@ -126,11 +126,8 @@ def deterministic_sdpa(
     """
     width = value.shape[-1]
     padded = F.pad(value, (0, max(0, query.shape[-1] - width)))
-    options = {
-        "attn_mask": attention_mask,
-        "is_causal": attention_mask is None and query.shape[2] > 1,
-        "scale": scaling,
-    }
+    causal = attention_mask is None and query.shape[2] > 1
+    options = {"attn_mask": attention_mask, "is_causal": causal, "scale": scaling}
     return _Attention.apply(query, key, padded, options)[..., :width].transpose(1, 2).contiguous()
 
 

@@ -47,14 +47,9 @@ def maps_of(layer: Layer, layout: str):
         return basis, closed_form.KeyMaps(keys), windows
     problem = latent_problem(layer.spec, layer.weights, basis, layer.statistics, has_rope_cache=False)
     factors = factorise(LowRankRule.find("whitened-joint"), problem, rank, centered=True)
-    maps = closed_form.KeyMaps(
-        factors.key_decoder @ factors.encoder,
-        factors.rope_decoder @ factors.encoder,
-        factors.rope_offset,
-        basis.inv_freq,
-        layer.spec.attention_factor,
-    )
-    return basis, maps, windows
+    keys, rotary = (decoder @ factors.encoder for decoder in (factors.key_decoder, factors.rope_decoder))
+    scaling = layer.spec.attention_factor
+    return basis, closed_form.KeyMaps(keys, rotary, factors.rope_offset, basis.inv_freq, scaling), windows
 
 
 def score_losses(layer: Layer, windows, maps, queries) -> torch.Tensor:
@@ -113,11 +108,10 @@ def test_refits_bring_the_output_nearer_to_the_source(case, layout, monkeypatch)
     monkeypatch.setattr(closed_form, "_OUTPUT_STRIDE", 1)  # the sample is small
     layer = SampledLayer(case)
     keys = {"layout": layout, "qk_rope_head_dim": 4}
-    assert layer.error(Recipe(kv_lora_rank=28, **keys)) < layer.error(
-        Recipe(kv_lora_rank=28, fit_queries=False, **keys)
-    )
+    wide, narrow = ({"kv_lora_rank": rank, **keys} for rank in (28, 8))
+    assert layer.error(Recipe(**wide)) < layer.error(Recipe(fit_queries=False, **wide))
     # Where more is lost, more can be won back by the output.
-    assert layer.error(Recipe(kv_lora_rank=8, fit_output=True, **keys)) < layer.error(Recipe(kv_lora_rank=8, **keys))
+    assert layer.error(Recipe(fit_output=True, **narrow)) < layer.error(Recipe(**narrow))
 
 
 def test_an_output_that_cannot_be_mended_is_left_alone():
@@ -224,9 +218,7 @@ def test_what_is_prepared_serves_every_rank(layout):
         geometry = recipe.geometry(layer.spec)
         alone = tiny.convert_layer(layer.spec, geometry, recipe, layer.weights, layer.statistics)
         shared = finish_layer(layer.spec, geometry, recipe.layer_rules(geometry), prepared)
-        assert (
-            all(torch.equal(shared[name], tensor) for name, tensor in alone.items()) and shared.keys() == alone.keys()
-        )
+        assert shared.keys() == alone.keys() and all(torch.equal(shared[name], alone[name]) for name in alone)
 
 
 def test_the_written_scores_are_those_of_the_layer():

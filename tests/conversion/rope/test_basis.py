@@ -27,24 +27,16 @@ def test_rope_commutes_with_a_unitary_map_across_heads(selection):
     def score(query, key, inv_freq, distance):
         half = query.shape[-1] // 2
         turn = torch.polar(torch.ones(half, dtype=torch.float64), inv_freq.double() * distance)
-        return (
-            (torch.complex(query[..., :half], query[..., half:]) * turn)
-            .conj()
-            .mul(torch.complex(key[..., :half], key[..., half:]))
-            .real.sum(-1)
-        )
+        query, key = (torch.complex(x[..., :half], x[..., half:]) for x in (query, key))
+        return ((query * turn).conj() * key).real.sum(-1)
 
     for distance in (0, 1, 17):
         expected = score(query, key.repeat_interleave(spec.group_size, 0), spec.inv_freq, distance)
         stacked = key.flatten()
-        kept = score(
-            torch.einsum("hed,hd->he", basis.query_rope, query),
-            basis.key_rope[0] @ stacked,
-            basis.inv_freq[0],
-            distance,
-        )
+        rotary, nope = (torch.einsum("hed,hd->he", maps, query) for maps in (basis.query_rope, basis.query_nope))
+        kept = score(rotary, basis.key_rope[0] @ stacked, basis.inv_freq[0], distance)
         left = (basis.key_nope @ stacked).repeat_interleave(spec.group_size, 0)
-        dropped = score(torch.einsum("hed,hd->he", basis.query_nope, query), left, spec.inv_freq, distance)
+        dropped = score(nope, left, spec.inv_freq, distance)
         assert torch.allclose(kept + dropped, expected)
 
 
@@ -82,13 +74,8 @@ def test_the_mean_phase_is_a_linear_fold_of_the_query(layout, strength, monkeypa
     plain = Recipe(layout=layout, qk_rope_head_dim=8, kv_lora_rank=32, fit_queries=False)
     folded, unfolded = (basis_of(layer, r) for r in (recipe, plain))
     factor = 1 + strength * (layer.statistics.mean_phase - 1)
-    turn = torch.cat(
-        [
-            torch.cat([torch.diag_embed(factor.real), torch.diag_embed(-factor.imag)], -1),
-            torch.cat([torch.diag_embed(factor.imag), torch.diag_embed(factor.real)], -1),
-        ],
-        -2,
-    )
+    real, imag = torch.diag_embed(factor.real), torch.diag_embed(factor.imag)
+    turn = torch.cat([torch.cat([real, -imag], -1), torch.cat([imag, real], -1)], -2)
     assert torch.allclose(folded.query_nope, unfolded.query_nope @ turn)
     assert torch.equal(folded.query_rope, unfolded.query_rope)
     assert torch.equal(folded.key_nope, unfolded.key_nope)
