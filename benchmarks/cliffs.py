@@ -40,6 +40,7 @@ from mha2mla.eval.report import print_table
 from mha2mla.kernels import DecodePlan, mla_decode
 from mha2mla.kernels.devices import num_sms
 from mha2mla.kernels.mla_decode.api import LATENT
+from mha2mla.kernels.mla_decode.cost import PRODUCTS, decode_seconds, keeps_keys
 from mha2mla.kernels.mla_decode.selection import list_kernels
 from mha2mla.kernels.parallel_compilation import (
     COMPILE_TIMEOUT,
@@ -50,12 +51,10 @@ from mha2mla.kernels.parallel_compilation import (
 )
 from mha2mla.kernels.split_kv.choice import HOPPER, KernelChoice
 from mha2mla.kernels.split_kv.op import compiled_shape
-from mha2mla.modeling.config import MAX_KEPT_SHARE
 from mha2mla.testing.kernel_check import plan_for
 from mha2mla.testing.problems import LatentProblem, Problem, judge
 from mha2mla.testing.timing import time_callable
 
-PRODUCTS = 800e12  # FLOP a second
 CACHE_BYTES = 200e6
 COMPILING = 0.58  # of the seconds
 WORST = 2.2  # times its limit that one new token may take, with at most 64 heads
@@ -84,8 +83,8 @@ OTHERS = {
     (28, 0, 512, 128, 64, 4): (("latent_cluster", 4, "wide"),),
 }
 COLUMNS = (
-    "name", "kernel", "rows", "tiles", "ctas_per_sm", "MB", "us", "graph_us", "limit_us", "binds", "over", "graph_over",
-    "of_one", "of_computed", "of_rule", "before_us", "auto", "error", "status",
+    "name", "kernel", "rows", "tiles", "ctas_per_sm", "MB", "us", "modelled_us", "graph_us", "limit_us", "binds",
+    "over", "graph_over", "of_one", "of_computed", "of_rule", "before_us", "auto", "error", "status",
 )  # fmt: skip
 
 
@@ -225,8 +224,9 @@ def complete(call: Call, found: Row, rate: float, others: dict[Call, Row], befor
     if call.kernel:
         row["auto"] = False
     elif computed == problem or Call(computed) in others:
-        is_kept = problem.qk_rope_head_dim <= MAX_KEPT_SHARE * problem.kv_lora_rank
-        row["auto"] = is_kept == (computed != problem)
+        row["auto"] = keeps_keys((computed.geometry,)) == (computed != problem)
+    if problem.seqlen_q == 1 and not call.kernel:
+        row["modelled_us"] = decode_seconds(problem.geometry, problem.tokens_seen()) * 1e6
     for column, of in (("over", "us"), ("graph_over", "graph_us")):
         row |= {column: row[of] / row["limit_us"]} if row.get(of) else {}
     row |= {"before_us": before[row["name"]]} if row["name"] in before else {}

@@ -29,11 +29,13 @@ from benchmarks.recording import Recording, command
 from benchmarks.shapes import SpeedCase, decode_case
 from benchmarks.step_timeline import captured, prepared, replay_ms
 from mha2mla.eval.latency import model_rows, weight_bytes
+from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import mla_decode
+from mha2mla.kernels.mla_decode.cost import keeps_keys
 from mha2mla.kernels.parallel_compilation import CompileJob, compile_in_processes, compile_job, compile_launches
 from mha2mla.kernels.split_kv.op import compiled_shape
 from mha2mla.modeling import MHA2MLAForCausalLM
-from mha2mla.modeling.config import MAX_KEPT_SHARE, MHA2MLAConfig
+from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.testing.problems import LatentProblem, Problem, judge
 from mha2mla.testing.timing import time_callable
 from mha2mla.trial_models import ShapeName, converted_config, random_model, source_config
@@ -198,30 +200,31 @@ def rotary_keys(
     for d_c, d_r in WIDTHS:
         for heads in HEADS:
             if is_wanted(f"op {d_c}+{d_r}"):
-                row = {"level": "op", "shape": f"{d_c}+{d_r}", "H": heads}
+                row, problem = {"level": "op", "shape": f"{d_c}+{d_r}", "H": heads}, op_problem(heads, d_c, d_r)
                 try:
-                    row = op_row(op_problem(heads, d_c, d_r), rate["R"], min_run_time, device)
+                    row = op_row(problem, rate["R"], min_run_time, device)
                 except Exception as error:  # of TileLang or CUDA: other rows go on
                     row["status"] = f"{type(error).__name__}: {error}"
-                add(table, row, d_r / d_c)
-    for name, (d_c, d_r) in STEPS.items():
+                add(table, row, problem.geometry)
+    for name in STEPS:
         if not is_wanted(f"step {name}"):
             continue
+        layer = step_config(name).layer_geometry(0)
         small = step_config(name, num_hidden_layers=1, vocab_size=1024, intermediate_size=1024)
         checked = check_step(small, CHECKED, device)
         if checked["status"] != "ok":
-            add(table, {"level": "step", "shape": name} | checked, d_r / d_c)
+            add(table, {"level": "step", "shape": name} | checked, layer)
         elif is_wanted(f"step {name}"):
             for row in step_rows(name, step_config(name), list(ROWS), rate["R"], min_run_time, device):
-                add(table, row | checked, d_r / d_c)
+                add(table, row | checked, layer)
         torch.cuda.empty_cache()
     title = f"rotary keys computed and kept; R = {rate['R'] / 1e12:.2f} TB/s ({rate['R_from']})"
     return table.show(title, [column for column in COLUMNS if any(column in row for row in table.rows)])
 
 
-def add(table: Recording, row: Row, share: float) -> None:
+def add(table: Recording, row: Row, layer: MLAGeometry) -> None:
     """Puts a row into the table, with what "auto" would take and how many times faster kept keys are."""
-    row["auto"] = "kept" if share <= MAX_KEPT_SHARE else "computed"
+    row["auto"] = "kept" if keeps_keys((layer,)) else "computed"
     if "kept_us" in row and "computed_us" in row:
         row["gain"] = row["computed_us"] / row["kept_us"]
     table.add(row)

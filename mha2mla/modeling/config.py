@@ -13,13 +13,13 @@ from huggingface_hub.dataclasses import strict
 from transformers import DynamicCache, PreTrainedConfig
 
 from mha2mla.geometry import MLAGeometry
+from mha2mla.kernels.mla_decode.cost import keeps_keys
 from mha2mla.modeling import configuration_mha2mla
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.registry import AttentionConstants
 from mha2mla.modeling.tensor_parallel import HeadShard, ranks_of
 
 CODE_FILES = ("configuration_mha2mla.py", "modeling_mha2mla.py")
-MAX_KEPT_SHARE = 0.13  # bytes of rotary keys over those of latents, up to which "auto" keeps keys
 # transformers finds the classes of a converted folder's own code by these names.
 AUTO_MAP = {
     "AutoConfig": "configuration_mha2mla.MHA2MLAConfig",
@@ -105,17 +105,13 @@ def copy_code(folder: str | os.PathLike[str]) -> None:
 def keeps_rotary_keys(config: MHA2MLAConfig) -> bool:
     """True where a cache of the package keeps the rotary keys of a checkpoint whose layout caches the latent alone.
 
-    ``rotary_key_cache`` decides; "auto" keeps keys that take at most 13 % of the bytes of all layers' latents: in 16
-    bits 64 beside 512 or 1024, 128 beside 1024. Reading so little should cost less time than d_r * d_c products for
-    each cached token (predicted, not measured: docs/notes/rotary-keys.md). The rule asks for no device, since every
-    geometry whose keys a kernel computes has one that reads them.
+    ``rotary_key_cache`` decides, "auto" by :func:`mha2mla.kernels.mla_decode.cost.keeps_keys`. The rule asks for no
+    device, since every geometry whose keys a kernel computes has one that reads them.
     """
     if not config.rope_from_latent or config.rotary_key_cache == "none":
         return False
-    layers = [config.layer_geometry(index) for index in range(config.num_hidden_layers)]
-    keys = sum(2 * layer.qk_rope_head_dim for layer in layers)
-    latents = sum(layer.cache_bytes_per_token(2) for layer in layers)
-    return config.rotary_key_cache != "auto" or keys <= MAX_KEPT_SHARE * latents
+    layers = tuple(config.layer_geometry(index) for index in range(config.num_hidden_layers))
+    return config.rotary_key_cache != "auto" or keeps_keys(layers)
 
 
 def cache_bytes_per_token(config: PreTrainedConfig, itemsize: int) -> int:

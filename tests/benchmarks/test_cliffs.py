@@ -48,7 +48,8 @@ def test_a_row_names_what_limits_it():
     assert row["over"] == 200 / row["limit_us"] and "before_us" not in row and not is_slow(row)
     stored = complete(kept, {"us": 50.0}, RATE, rows, {"H28 G1 c512 r128 64x3052 q4": 80.0})
     assert stored["of_computed"] == 0.25 and stored["before_us"] == 80 and stored["keys"] == "stored"
-    assert stored["auto"] != row["auto"]
+    assert (stored["auto"], row["auto"], rows[one]["auto"]) == (True, False, False)
+    assert rows[one]["modelled_us"] > rows[one]["limit_us"] and "modelled_us" not in row
     other = complete(Call(problem, ("latent_cluster", 4, "wide")), {"us": 300.0}, RATE, rows, {})
     assert (other["of_rule"], other["auto"]) == (1.5, False)
     assert is_slow({"S_q": 2, "H": 40, "keys": "stored", "of_one": 1.7})

@@ -1,0 +1,96 @@
+"""Time of a decode call on an H200, and whether rotary keys kept beside the latent are worth their bytes.
+
+A kernel's time is what it reads, or what it does one after the other where that takes longer. Arithmetic only, no
+TileLang; constants are fitted to measured calls (docs/notes/rotary-keys.md).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from mha2mla.geometry import MLAGeometry
+from mha2mla.kernels.mla_decode.selection import DecodeShape, halve, key_steps, refusal, select_kernel
+from mha2mla.kernels.split_kv.choice import HOPPER, TILE_TOKENS, KernelChoice
+
+READ_RATE = 4.3e12  # bytes a second that attention kernels read
+PRODUCTS = 800e12  # FLOP a second
+CLOCK, MULTIPROCESSORS = 1.755e9, 132
+FIXED = 20e-6  # seconds of a call whatever it reads, with a dirty L2
+READ_SHARE, MAKING_SHARE = 1.0, 0.83  # of READ_RATE while nothing else binds: stored keys, keys that are made
+# Cycles of a multiprocessor for a tile of 64 tokens, behind one another: softmax and barriers of a tile; exchange of
+# scores in a cluster; each piece of its columns, with stored keys and with keys that are made; a product of depth 16
+# that makes 64 columns of keys or, for one computing warpgroup, scores or output. PORTABLE: latent_portable, for a
+# number of the latent.
+TILE, EXCHANGE, PIECE, KEY_PIECE, KEY_PRODUCT, PRODUCT, PORTABLE = 1200, 350, 60, 250, 48, 25, 57
+
+
+CALL_BYTES = 200e6  # latents of the calls that keeps_keys compares
+CHEAP_SHARE = 0.13  # bytes of keys over those of latents, up to which keys are kept for any gain
+FAR_OVER_LEAST, WORTH_BYTES = 2.2, 1.1  # beyond that share: times the least that computing takes, and times keeping
+
+
+def _chain(shape: DecodeShape, choice: KernelChoice, has_rope_cache: bool) -> float:
+    """Cycles that a CTA's tile takes when nothing waits for memory."""
+    if choice.kernel in ("latent_portable", "swap_ab"):
+        return PORTABLE * shape.kv_lora_rank
+    if choice.kernel == "heads_on_m":
+        return TILE + 2 * PRODUCT * key_steps(shape.kv_lora_rank + shape.qk_rope_head_dim)
+    columns, chain = shape.kv_lora_rank, TILE
+    if choice.cluster_size > 1:
+        rope = shape.qk_rope_head_dim if has_rope_cache else 8
+        cut = halve(choice.tiling, columns, rope, choice.variant)
+        columns, chain = cut.columns, TILE + EXCHANGE + (PIECE if has_rope_cache else KEY_PIECE) * cut.units
+    steps, makers = key_steps(columns), -(-shape.qk_rope_head_dim // 64)
+    if not has_rope_cache:
+        return chain + KEY_PRODUCT * makers * steps
+    rope = key_steps(choice.tiling.groups_per_tile * shape.qk_rope_head_dim // choice.cluster_size)
+    return chain + PRODUCT * choice.warpgroups * (2 * steps + rope)
+
+
+@lru_cache(maxsize=1024)
+def decode_seconds(geometry: MLAGeometry, tokens: int) -> float:
+    """Seconds of a call of one new token a sequence over ``tokens`` cached ones of enough sequences for every
+    multiprocessor, in 16 bits on an H200.
+
+    Raises:
+        ValueError: no kernel serves the geometry.
+    """
+    shape = DecodeShape.of(geometry, TILE_TOKENS, "bfloat16")
+    choice = select_kernel(shape, HOPPER, has_rope_cache=geometry.has_rope_cache)
+    at_once = MULTIPROCESSORS * choice.ctas_per_sm / choice.cluster_size / choice.tiling.num_tiles
+    working = tokens / TILE_TOKENS / at_once * _chain(shape, choice, geometry.has_rope_cache) / CLOCK
+    # Tiles that make keys read as slowly from L2 as from memory: their rings are short.
+    shares = 1 / READ_SHARE if geometry.has_rope_cache else choice.tiling.num_tiles / MAKING_SHARE
+    return FIXED + max(tokens * geometry.cache_bytes_per_token(2) * shares / READ_RATE, working)
+
+
+def least_seconds(geometry: MLAGeometry, tokens: int) -> float:
+    """The larger of what reading and multiplying take at the machine's rates."""
+    flops = geometry.decode_flops_per_token()
+    return tokens * max(geometry.cache_bytes_per_token(2) / READ_RATE, flops / PRODUCTS)
+
+
+@lru_cache(maxsize=64)
+def keeps_keys(layers: tuple[MLAGeometry, ...]) -> bool:
+    """True where layers that cache the latent alone should keep their rotary keys beside it, one answer for all.
+
+    Keys are kept where reading them takes less time than computing them on an H200, if they take at most 13 % of the
+    latents' bytes, or if computing takes more than 2.2 times what bytes and products need at least and 1.1 times what
+    keeping takes. Where no kernel computes keys of 16-bit latents, the bytes alone decide.
+    """
+    keys = sum(2 * layer.qk_rope_head_dim for layer in layers)
+    latents = sum(layer.cache_bytes_per_token(2) for layer in layers)
+    is_cheap = keys <= CHEAP_SHARE * latents
+    shapes = (DecodeShape.of(layer, TILE_TOKENS, "bfloat16") for layer in layers)
+    if any(layer.has_codes for layer in layers) or any(refusal(shape, has_rope_cache=False) for shape in shapes):
+        return is_cheap
+    tokens = int(CALL_BYTES * len(layers) / latents)
+    computed, kept, least = (
+        sum(seconds(layer, tokens) for layer in each)
+        for seconds, each in (
+            (decode_seconds, layers),
+            (decode_seconds, [layer.with_stored_keys for layer in layers]),
+            (least_seconds, layers),
+        )
+    )
+    return kept < computed and (is_cheap or computed > max(FAR_OVER_LEAST * least, WORTH_BYTES * kept))

@@ -1,0 +1,86 @@
+"""The times that decide about kept rotary keys, beside calls measured on an H200, and the decisions."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mha2mla.geometry import MLAGeometry
+from mha2mla.kernels.mla_decode.cost import decode_seconds, keeps_keys, least_seconds
+
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+NAME = re.compile(r"H(\d+) G(\d+) c(\d+) r(\d+)( latent)? (\d+)x(\d+)")
+
+
+# Measured by others on an H200 at 200 MB: H, G, d_c, d_r (keys from the latent where G is 0), share of 4.3 TB/s.
+FOREIGN = (
+    (14, 0, 128, 64, 0.59), (32, 0, 384, 64, 0.63), (24, 0, 640, 64, 0.49), (32, 0, 1000, 64, 0.51),
+    (9, 0, 176, 128, 0.43), (64, 0, 512, 64, 0.39), (40, 0, 448, 128, 0.19), (28, 28, 384, 8, 0.74),
+    (48, 6, 264, 40, 0.68), (24, 8, 576, 24, 0.65), (32, 8, 960, 8, 0.67), (10, 10, 168, 24, 0.59),
+    (64, 1, 768, 64, 0.53), (36, 4, 1024, 32, 0.50), (80, 8, 320, 16, 0.44),
+)  # fmt: skip
+
+
+def measured(file: str):
+    """(geometry, cached tokens, seconds) of calls of 120 MB and more with at most 64 heads and one new token."""
+    for row in json.loads((RESULTS / f"{file}.json").read_text())["rows"]:
+        found = NAME.fullmatch(row["name"])
+        if found and row["MB"] >= 120 and int(found[1]) <= 64 and row["kernel"] != "swap_ab":
+            heads, groups, d_c, d_r, batch, length = (int(found[i]) for i in (1, 2, 3, 4, 6, 7))
+            layer = MLAGeometry(heads, groups, d_c, d_r, rope_from_latent=found[5] is not None)
+            yield layer, batch * length, row["us"] / 1e6
+
+
+@pytest.mark.parametrize(
+    ("file", "count", "low", "high"),
+    [
+        ("h200-latent-table", 12, 0.93, 1.09),
+        ("h200-latent-wide", 5, 0.99, 1.09),
+        ("h200-latent-equal-loss", 6, 0.98, 1.12),
+        ("h200-decode-table", 40, 0.92, 1.30),
+    ],
+)
+def test_modelled_times_are_near_measured_ones(file, count, low, high):
+    ratios = [seconds / decode_seconds(layer, tokens) for layer, tokens, seconds in measured(file)]
+    assert len(ratios) >= count and low < min(ratios) and max(ratios) < high, sorted(ratios)
+
+
+@pytest.mark.parametrize(("heads", "groups", "d_c", "d_r", "share"), FOREIGN)
+def test_modelled_times_are_near_those_of_others(heads, groups, d_c, d_r, share):
+    layer = MLAGeometry(heads, max(groups, 1), d_c, d_r, rope_from_latent=groups == 0)
+    tokens = int(200e6 / layer.cache_bytes_per_token(2))
+    assert decode_seconds(layer, tokens) == pytest.approx(200e6 / (share * 4.3e12), rel=0.18)
+
+
+@pytest.mark.parametrize(
+    ("heads", "d_c", "d_r", "kept"),
+    [
+        (32, 512, 64, True),  # an eighth of the bytes
+        (32, 1024, 128, True),  # computed by latent_portable
+        (40, 448, 128, True),  # two tiles of heads, each of which makes all keys
+        (28, 512, 128, True),
+        (32, 384, 64, False),  # 1.6 times the least
+        (9, 192, 128, False),  # as fast in three fifths of the bytes
+        (9, 72, 128, True),  # 4 times the least
+    ],
+)
+def test_keys_are_kept_where_computing_them_is_slow(heads, d_c, d_r, kept):
+    layer = MLAGeometry(heads, 1, d_c, d_r, rope_from_latent=True)
+    assert keeps_keys((layer,)) == kept
+    assert keeps_keys((layer, layer)) == kept
+    tokens = int(100e6 / d_c)
+    assert decode_seconds(layer, tokens) > least_seconds(layer, tokens) > 0
+
+
+def test_layers_decide_together():
+    slow, fast = (MLAGeometry(28, 1, d_c, d_r, rope_from_latent=True) for d_c, d_r in ((512, 128), (384, 64)))
+    assert keeps_keys((slow, slow, slow, fast)) and not keeps_keys((slow, fast, fast, fast))
+
+
+def test_bytes_decide_without_a_kernel_of_16_bits():
+    odd = MLAGeometry(4, 1, 84, 8, rope_from_latent=True)
+    assert keeps_keys((odd,)) and not keeps_keys((replace(odd, qk_rope_head_dim=12),))
+    codes = replace(odd, kv_lora_rank=512, qk_rope_head_dim=128, latent_bits=4)
+    assert not keeps_keys((codes,)) and keeps_keys((replace(codes, latent_bits=16),))
