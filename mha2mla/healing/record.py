@@ -31,7 +31,8 @@ The numbers above are those of the conversion, before any training. Then {what} 
 {trained[seconds]:.0f} s on {trained[tokens]:,} tokens ({trained[passes]:.2f} passes over {text[unique_tokens]:,} of \
 `{text[name]}`) with the source's full logits as target (KL, temperature 1), by `mha2mla heal`. Held-out windows of \
 that text: KL {trained[held_out_before]:.4g} before, {trained[held_out_best]:.4g} at best; step {trained[kept_step]} \
-of {trained[steps]} is kept.
+of {trained[steps]} is kept. {text[distinct_4grams]:.0%} of its runs of four tokens are distinct, and the source's \
+perplexity of the held-out windows is {text[perplexity_source]:.4g}.
 
 | text | window | tokens | source | converted | healed | KL before | KL after |
 |---|---|---|---|---|---|---|---|
@@ -96,6 +97,8 @@ class HealingReport:
             "trained": f"{_WHAT[self.settings.train]}, {self.trained_parameters:,} of {self.parameters:,} parameters;"
             f" {trained.tokens:,} tokens in {trained.steps:,} steps, {trained.passes:.2f} passes over"
             f" {text['unique_tokens']:,} of {text['name']}",
+            "text": f"{text['unique_tokens']:,} tokens, {text['distinct_4grams']:.0%} of its runs of four tokens"
+            f" distinct, the source's perplexity {text['perplexity_source']:.4g}",
             "speed": f"{trained.tokens_per_second:,.0f} tokens/s{limit}; text {text['seconds']:.0f} s, training"
             f" {trained.seconds:.0f} s, in all {self.seconds:.0f} s",
             "cache": f"{self.cache_ratio:.4f} of the source's, as before",

@@ -95,6 +95,8 @@ def test_healed_checkpoint_is_a_conversion_with_both_figures(folders, tmp_path):
     card = (tmp_path / "out" / "README.md").read_text()
     assert "without training" not in card and "## Healing" in card and f"{row['ratio_after']:.4f}" in card
     assert "attention's weights" in str(report) and "2,560 tokens in 20 steps" in str(report)
+    described = f"{report.text['distinct_4grams']:.0%} of its runs of four tokens"
+    assert described in str(report) and described in card and f"{report.text['perplexity_source']:.4g}" in card
     model, tokenizer = mha2mla.load(tmp_path / "out", device="cpu")
     ids = tokenizer("Keys and values", return_tensors="pt").input_ids
     assert torch.isfinite(model(ids).logits).all()
