@@ -384,12 +384,13 @@ def _op_of(inputs: dict[str, Any]) -> tuple[PagedOp, tuple[str, ...], tuple[str,
 def with_keys(inputs: dict[str, Any], dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     """The same call over a cache that also holds rotary keys, in ``dtype``, if it is one over the latent alone.
 
-    Codes are dequantised. Each page has to belong to one sequence, as :meth:`Problem.inputs` makes them.
+    Codes are dequantised, integer ones to ``dtype``. Each page has to belong to one sequence, as
+    :meth:`Problem.inputs` makes them.
     """
     if inputs.get("centers") is not None:
         width, centers = inputs["q_latent"].shape[-1], inputs["centers"]
         quantizer = GroupQuantizer(*code_of(width, inputs["latent_cache"].shape[-1]))
-        latent = quantizer.decode(inputs["latent_cache"], width, torch.float64, centers)
+        latent = quantizer.decode(inputs["latent_cache"], width, dtype, centers)
         inputs = {name: value for name, value in inputs.items() if name != "centers"} | {"latent_cache": latent}
     if inputs.get("latent_scale") is not None:  # in float64: no 16-bit type holds products of e4m3 codes
         latent = dequantize_latent(inputs["latent_cache"], inputs["latent_scale"], torch.float64)
@@ -484,8 +485,10 @@ def expected(
     out, lse, torch_out, rounding = plain_attention(sequences(held, window, sinks), query.dtype)
     judged = [None if x is None else x.unflatten(0, rows) for x in (out, torch_out, rounding)]
     torch_lse = lse_rounding = None
-    if inputs.get("rope") is not None:
+    rounded = [part for part, name in enumerate(("centers", "rope")) if inputs.get(name) is not None]  # of the keys
+    if rounded:
         torch_lse = exact(with_keys(inputs, query.dtype), window, sinks)[1]
         wide = (sequence.to(torch.float64) for sequence in sequences(held, window, sinks))
-        lse_rounding = torch.stack([sequence.lse_rounding(1, query.dtype) for sequence in wide])
+        roundings = [[sequence.lse_rounding(part, query.dtype) for part in rounded] for sequence in wide]
+        lse_rounding = torch.stack([sum(each.square() for each in parts).sqrt() for parts in roundings])
     return judged[0], lse.unflatten(1, rows).transpose(0, 1), *judged[1:], torch_lse, lse_rounding

@@ -9,17 +9,17 @@ import torch
 
 pytest.importorskip("rich")
 
-from benchmarks import conversion, decode, latent_decode, recording, runner, sanitize
+from benchmarks import codes_decode, conversion, decode, latent_decode, recording, runner, sanitize
 from benchmarks.peers import checked
 from benchmarks.shapes import SpeedCase, Target, decode_case, decode_cases, fp8_cases, gqa_cases, prefill_cases
 from mha2mla.kernels.attention_varlen.warp_specialised import hopper_tiling
 from mha2mla.kernels.mla_decode.api import FP8
 from mha2mla.kernels.split_kv.op import compiled_shape
-from mha2mla.testing.problems import LatentProblem, Problem
+from mha2mla.testing.problems import GroupCodesProblem, LatentProblem, Problem
 
 
 def test_every_shape_has_a_name_and_a_kernel():
-    decoded = (decode_cases(), gqa_cases(), fp8_cases(), latent_decode.cases())
+    decoded = (decode_cases(), gqa_cases(), fp8_cases(), latent_decode.cases(), codes_decode.cases())
     for cases in (*decoded, prefill_cases()):
         assert len({case.name for case in cases}) == len(cases)
     for case in (case for cases in decoded for case in cases):
@@ -34,7 +34,11 @@ STORED, LATENT = Problem(4, 1, 48, 24, (130,) * 2, slack=0), LatentProblem(4, 1,
 
 
 @pytest.mark.parametrize(
-    ("measure", "problem"), [(decode.measure, STORED), (decode.measure_fp8, STORED), (latent_decode.measure, LATENT)]
+    ("measure", "problem"),
+    [
+        *((decode.measure, STORED), (decode.measure_fp8, STORED), (latent_decode.measure, LATENT)),
+        (codes_decode.measure, GroupCodesProblem(4, 1, 64, 16, (70,) * 2, slack=0)),
+    ],
 )
 def test_measure_checks_and_times_one_shape(measure, problem, monkeypatch):
     monkeypatch.delenv("MHA2MLA_PEERS", raising=False)
