@@ -66,6 +66,7 @@ NAMED = (
     (28, 28, 384, 8, 64, 1), (48, 6, 264, 40, 32, 1), (24, 8, 576, 24, 64, 1), (32, 8, 960, 8, 64, 1),
     (10, 10, 168, 24, 64, 1), (64, 1, 768, 64, 64, 1), (36, 4, 1024, 32, 64, 1), (80, 8, 320, 16, 64, 1),
     (5, 5, 512, 64, 64, 5), (28, 0, 1024, 128, 64, 1), (40, 1, 512, 128, 64, 1), (28, 1, 512, 128, 64, 4),
+    (9, 0, 192, 128, 64, 4),
 )  # fmt: skip
 # Of these shapes also kernels that the rule does not choose: kernel, tiles of query rows, variant.
 OTHERS = {
@@ -81,6 +82,7 @@ OTHERS = {
     (32, 0, 1000, 64, 64, 1): (("latent_cluster", 1, "wide"),),
     (40, 0, 448, 128, 64, 1): (("latent_cluster", 2, "wide"),),
     (28, 0, 512, 128, 64, 4): (("latent_cluster", 4, "wide"),),
+    (9, 0, 192, 128, 64, 4): (("latent_ws", 2, ""),),
 }
 COLUMNS = (
     "name", "kernel", "rows", "tiles", "ctas_per_sm", "MB", "us", "modelled_us", "graph_us", "limit_us", "binds",

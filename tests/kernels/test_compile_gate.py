@@ -51,6 +51,7 @@ MORE = [
     (LATENT, 90, 16, 72, 32, 64, 1),
     (LATENT, 90, 9, 192, 96, 64, 1, "half"),  # two warpgroups make keys
     (LATENT, 90, 64, 256, 64, 16, 2),
+    (LATENT, 90, 9, 192, 128, 64, 4),  # threads that make keys give registers
     (LATENT, 90, 32, 1024, 32, 64, 1),  # halves of the columns
     (LATENT, 90, 32, 512, 128, 64, 1),
     (LATENT, 90, 9, 640, 96, 16, 2, "half"),  # pieces of 64 columns

@@ -65,6 +65,10 @@ class Static(swap_ab_ws.Static):
     rope = property(lambda k: key_blocks(k.tiling, k.d_r))
     key_warpgroups = property(lambda k: k.chunks)
     registers = property(lambda k: k.choice.registers[0])
+    launched = property(lambda k: 65536 // (k.choice.threads * k.choice.ctas_per_sm) // 8 * 8)  # registers at launch
+    key_grows = property(
+        lambda k: int(k.choice.registers[1] >= k.launched)
+    )  # else it leaves some to those that compute
     steps = property(lambda k: key_steps(k.d_c))  # products of depth 16 that a tile of keys takes
     pairs = property(lambda k: k.d_r // 2)
     half = property(lambda k: "true" if k.dtype == "float16" else "false")  # a C++ bool: the cache is float16
@@ -203,7 +207,7 @@ def hand_over(k, c, memory, slot):
 @T.macro
 def make_keys(k, work, memory, call, thread):
     """One warpgroup: its 64 columns of the keys of all tiles of this CTA."""
-    T.set_max_nreg(k.choice.registers[1], 1)
+    T.set_max_nreg(k.choice.registers[1], k.key_grows)
     c = KeyMaker(k, thread)
     T.initialize_wgmma_descriptor(c.tile_desc, memory.c_ring.access_ptr("r"), SWIZZLE_128, 1, ROW_GROUP)
     load_weight(k, c, call)

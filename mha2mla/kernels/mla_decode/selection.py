@@ -414,11 +414,14 @@ def _registers(
     makers = -(-qk_rope_head_dim // KEY_TILE)
     roles = warpgroups + makers + streamers
     launched = 65536 // (resident * roles * 128) // 8 * 8
-    key = max(launched, -(-(4 * key_steps(columns) + KEY_OVERHEAD) // 8) * 8)
+    least = -(-(4 * key_steps(columns) + KEY_OVERHEAD) // 8) * 8
     streaming = STREAMING_REGISTERS - min(lean, 8)
-    computing = min(240, (launched * roles - streamers * streaming - makers * key) // warpgroups // 8 * 8)
     latent = padded_latent_columns(columns, 128)
     needed = (latent + 2 * 64) * tiling.rows // warpgroups // 128 + held + CONSUMER_OVERHEAD - lean
+    for key in (max(launched, least), least):
+        computing = min(240, (launched * roles - streamers * streaming - makers * key) // warpgroups // 8 * 8)
+        if computing >= needed:
+            break
     if streamers > 1:  # who widens codes takes what is left over
         spare = launched * roles - warpgroups * computing - makers * key - streamers * streaming
         streaming = min(launched, streaming + max(0, spare) // streamers // 8 * 8)

@@ -275,7 +275,7 @@ def multiply(k, c, n, slots, memory):
 @T.macro
 def make_keys(k, half, work, memory, call, thread):
     """One warpgroup: what this CTA's columns contribute to its 64 columns of the keys of all tiles."""
-    T.set_max_nreg(k.choice.registers[1], 1)
+    T.set_max_nreg(k.choice.registers[1], k.key_grows)
     c, slots = latent_ws.KeyMaker(k, thread), T.alloc_local([k.cut.units], T.int32)
     T.initialize_wgmma_descriptor(c.tile_desc, memory.c_ring.access_ptr("r"), SWIZZLE_128, 1, ROW_GROUP)
     latent_ws.load_weight(k, c, call, half * k.cut.columns)
