@@ -72,8 +72,8 @@ NAMED = (
 OTHERS = {
     (80, 8, 320, 16, 64, 1): (("swap_ab_ws", 3, ""), ("heads_on_m", 2, "lazy")),
     (5, 5, 512, 64, 64, 5): (("heads_on_m", 5, "lazy"),),
-    (64, 1, 768, 64, 64, 1): (("swap_ab_cluster", 2, ""), ("swap_ab_cluster", 1, "wide")),
-    (36, 4, 1024, 32, 64, 1): (("swap_ab_cluster", 2, ""), ("swap_ab_cluster", 1, "wide")),
+    (64, 1, 768, 64, 64, 1): (*(("swap_ab_cluster", 1, way) for way in ("wide", "turns")), ("swap_ab_cluster", 2, "")),
+    (36, 4, 1024, 32, 64, 1): (*(("swap_ab_cluster", 1, way) for way in ("wide", "turns")), ("swap_ab_cluster", 2, "")),
     (40, 1, 512, 128, 64, 1): (("swap_ab_cluster", 1, ""), ("swap_ab_cluster", 1, "wide")),
     (28, 1, 512, 128, 64, 4): (("swap_ab_cluster", 2, ""),),
     (24, 8, 576, 24, 64, 1): (("swap_ab_cluster", 1, "wide"),),

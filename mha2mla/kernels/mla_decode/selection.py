@@ -31,7 +31,11 @@ MAX_ROPE_WIDTH = 2048
 MAX_ROPE_ALONE = 128  # d_r of a cache of the latent alone
 MAX_CODES = 512  # of a token
 CLUSTER = 2  # CTAs that share a tile
-PIECES = {"": 128, "wide": 448}  # by variant: columns, at most, that are loaded at a time of a CTA's in a cluster
+PIECES = {
+    "": 128,
+    "wide": 448,
+    "turns": 128,
+}  # by variant: columns, at most, that are loaded at a time of a CTA's in a cluster
 MAX_ROPE_HALF = 128  # rotary columns that a CTA of a cluster keeps of a tile
 HEADS_ON_M_THREADS = 512  # its latent is padded to four panels of 64 columns, one piece for each warpgroup's share
 FP8_THREADS = 384  # two warpgroups that compute, one that loads
@@ -332,14 +336,14 @@ def _swap_ab_ws(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates
 
 def _swap_ab_cluster(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
     """Behind ``swap_ab_ws`` where both take as many tiles, and everywhere up to 512 columns; a ring of 1.5 to 3
-    tiles. ``wide`` pieces behind all: not measured."""
+    tiles. Behind all, not measured: ``wide`` pieces, and two warpgroups that take ``turns`` at their scores."""
     warpgroups = 2 if tiling.rows == 64 else 1
     if shape.kv_lora_rank <= WIDE_LATENT // 2:
         return
     for variant, rope_stages, halves in product(PIECES, (3, 2), (6, 5, 4, 3)):
         cut = halve(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, variant)
-        if cut.rope_columns > MAX_ROPE_HALF:
-            return
+        if cut.rope_columns > MAX_ROPE_HALF or (variant == "turns" and warpgroups == 1):
+            continue
         num_stages = max(cut.units + 1, halves * cut.units // 2)
         used = cluster_shared_memory(tiling, cut, num_stages, rope_stages)
         choice = _choice(
@@ -495,7 +499,7 @@ def _latent_cluster(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candid
     blocks = key_blocks(tiling, shape.qk_rope_head_dim)
     makers, warpgroups = blocks.chunks_per_block, 2 if tiling.rows == 64 else 1
     held = 64 * tiling.rows // warpgroups // 128
-    for variant, halves, rope_stages in product(PIECES, (8, 6, 5, 4, 3), (3 * makers, 2 * makers)):
+    for variant, halves, rope_stages in product(("", "wide"), (8, 6, 5, 4, 3), (3 * makers, 2 * makers)):
         cut = halve(tiling, shape.kv_lora_rank, 8, variant)
         registers = _registers(cut.columns, shape.qk_rope_head_dim, tiling, warpgroups, 1, held)
         num_stages = max(cut.units + 1, halves * cut.units // 2)
