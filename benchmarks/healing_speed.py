@@ -3,20 +3,23 @@
     python benchmarks/healing_speed.py text MODEL --json /tmp/log/text-writing.json
     python benchmarks/healing_speed.py passes MODEL CONVERTED --json /tmp/log/passes.json
 
-``text``: a row for each number of rows that the source writes side by side, by the decoder of calibration text and by
-the paged loop: milliseconds of a step by the wall clock, of its CUDA graph, of drawing the tokens, and the kernels that
-take most. ``passes``: source, student, loss and backward pass, and the same for pieces compiled by torch.compile where
-that works. A row that fails says why; the file is written after every row.
+``text``: a row for each number of rows that the source writes side by side, over pages, over transformers' static cache
+and by the paged loop: milliseconds of a step by the wall clock, of its CUDA graph, of drawing the tokens, and the
+kernels that take most; and how far the two caches' logits are from float32. ``passes``: source, student, loss and
+backward pass, and the same for pieces compiled by torch.compile where that works. A row that fails says why; the file
+is written after every row.
 """
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +34,17 @@ from benchmarks.generate import wait
 from benchmarks.loop import filled_loop
 from benchmarks.recording import Recording, command
 from mha2mla.conversion.calibration import generated_text
-from mha2mla.conversion.calibration.batch_decoder import decoder
+from mha2mla.conversion.calibration.batch_decoder import _CapturedDecoder, _PagedDecoder, decoder
 from mha2mla.environment import compute_device, usual_dtype
-from mha2mla.eval.loading import load_tokenizer
 from mha2mla.healing.loss import distillation_loss
 from mha2mla.healing.settings import Settings
 from mha2mla.healing.student import load_models
 from mha2mla.modeling import paged_model
+from mha2mla.modeling.recorders import CudaGraphs
 
 STEPS = 24  # timed of each part
 KERNELS = 8  # named
+LONG = 8192
 
 
 def milliseconds(run: Callable[[], Any], count: int = STEPS) -> float:
@@ -87,14 +91,17 @@ class Rows:
 
 
 @torch.inference_mode()
-def by_decoder(model: Any, tokenizer: Any, rows: int, length: int) -> dict[str, Any]:
+def by_decoder(model: Any, kind: Any, rows: int, length: int) -> dict[str, Any]:
     """The steps in the middle of rows of ``length`` tokens, as calibration text is written."""
     began = time.perf_counter()
-    step = decoder(model, rows, length)
+    step = kind(model, rows, length, CudaGraphs()) if torch.cuda.is_available() else decoder(model, rows, length)
     wait()
-    row = {"capture_s": time.perf_counter() - began, "captured": hasattr(step, "stages")}
+    row = {"capture_s": time.perf_counter() - began}
     tokens = torch.randint(3, model.config.vocab_size, (rows,), device=model.device)
-    if row["captured"]:  # as if so many tokens were there
+    if isinstance(step, _PagedDecoder):  # as if so many tokens were there
+        for each in step.counts:
+            each += length // 2
+    elif isinstance(step, _CapturedDecoder):
         step.calls = length // 2
         for layer in step.cache.layers:
             layer.cumulative_length.fill_(length // 2)
@@ -109,18 +116,16 @@ def by_decoder(model: Any, tokenizer: Any, rows: int, length: int) -> dict[str, 
                 listed[index] = 3
         return torch.tensor(listed, device=model.device)
 
-    def multinomial() -> Tensor:
-        return torch.multinomial(logits.float().softmax(-1), 1, generator=draw)[:, 0]
+    noise = torch.empty(logits.shape, device=logits.device)
 
-    def gumbel() -> Tensor:
-        noise = torch.empty(logits.shape, device=logits.device).exponential_(generator=draw).log_()
-        return torch.sub(logits, noise, out=noise).argmax(-1)
+    def drawn() -> Tensor:
+        return generated_text.sample(logits, draw, noise).indices
 
     remaining = min(STEPS, length // 8 - 6)
     row["graph_ms"] = milliseconds(lambda: step(tokens), remaining)
-    row |= {"multinomial_ms": milliseconds(multinomial), "gumbel_ms": milliseconds(gumbel)}
+    row["draw_ms"] = milliseconds(drawn)
     row["host_ms"] = milliseconds(lambda: read(tokens))
-    row["wall_ms"] = milliseconds(lambda: (step(tokens), read(multinomial())), remaining)
+    row["wall_ms"] = milliseconds(lambda: (step(tokens), read(drawn())), remaining)
     row["tokens_per_s"] = rows / row["wall_ms"] * 1e3
     row["kernels_ms"] = kernels(lambda: step(tokens), 4)
     return row
@@ -136,7 +141,7 @@ def by_loop(model: Any, rows: int, length: int) -> dict[str, Any]:
     for _ in range(4):
         loop.step()
     wait()
-    row = {"capture_s": time.perf_counter() - began, "captured": loop.runner.uncaptured is None}
+    row = {"capture_s": time.perf_counter() - began, "uncaptured": loop.runner.uncaptured}
     row["wall_ms"] = milliseconds(loop.step)
     row["tokens_per_s"] = rows / row["wall_ms"] * 1e3
     began = time.perf_counter()
@@ -151,10 +156,27 @@ def by_loop(model: Any, rows: int, length: int) -> dict[str, Any]:
     return row
 
 
+@torch.inference_mode()
+def agreement(paged: Any, source: Any, rows: int, length: int) -> dict[str, Any]:
+    """Largest error of a step's logits relative to their norm, paged and static, against float32."""
+    ids = torch.randint(3, source.config.vocab_size, (rows, length), device=source.device)
+    exact = copy.deepcopy(source).float()(ids).logits
+    errors = []
+    for model, kind in ((paged, _PagedDecoder), (source, _CapturedDecoder)):
+        step = kind(model, rows, length, CudaGraphs())
+        found = torch.stack([step(column).clone() for column in ids.T], 1).float()
+        errors.append(float(((found - exact).norm(dim=-1) / exact.norm(dim=-1)).max()))
+    return {
+        "error": errors[0],
+        "error_static": errors[1],
+        **({} if errors[0] <= 2 * errors[1] else {"status": "wrong"}),
+    }
+
+
 def text(
     model: str,
-    batches: Sequence[int] = (1024, 2048, 256, 512),
-    long_batches: Sequence[int] = (128, 256),
+    batches: Sequence[int] = (2048, 512),
+    long_batches: Sequence[int] = (192,),
     seconds: float = 60.0,
     device: str | None = None,
     json: str | None = None,
@@ -169,30 +191,22 @@ def text(
         json: file to write after every row.
     """
     place, rows = compute_device(device), Rows("text-writing", json, seconds)
-    tokenizer = load_tokenizer(model, "model")
 
     def load() -> Any:
         return AutoModelForCausalLM.from_pretrained(model, dtype=usual_dtype(place)).eval().to(place)
 
-    short, source = generated_text.ROW + 64, load()
-    for batch in batches[:2]:
-        about = {"way": "decoder", "batch": batch, "length": short}
-        rows.attempt(about, lambda batch=batch: by_decoder(source, tokenizer, batch, short))
-    for batch in long_batches[:1]:
-        about = {"way": "decoder", "batch": batch, "length": 8192}
-        rows.attempt(about, lambda batch=batch: by_decoder(source, tokenizer, batch, 8192))
-    paged = load()
-    rest = [("loop", batches[0], short), ("decoder", batches[2], short), ("loop", batches[1], short)]
-    rest += [(way, batch, 8192) for batch in long_batches[1:] for way in ("loop", "decoder")]
-    rest += [(way, batch, short) for batch in batches[2:] for way in ("decoder", "loop")]
-    for way, batch, length in dict.fromkeys(rest):
-        about = {"way": way, "batch": batch, "length": length}
-        if way == "decoder":
-            rows.attempt(about, lambda batch=batch, length=length: by_decoder(source, tokenizer, batch, length))
-        else:
-            rows.attempt(about, lambda batch=batch, length=length: by_loop(paged, batch, length))
-    columns = ("way", "batch", "length", "tokens_per_s", "wall_ms", "graph_ms", "multinomial_ms", "gumbel_ms")
-    return rows.table.show("Steps of writing text", (*columns, "host_ms", "capture_s", "captured", "status"))
+    short, source, paged = generated_text.ROW + 64, load(), load()
+    todo = [(way, batch, short) for batch in batches for way in ("paged", "static")]
+    todo += [(way, batch, LONG) for batch in long_batches for way in ("paged", "static")]
+    todo += [("loop", batches[0], short), ("loop", long_batches[0], LONG)]
+    for way, batch, length in todo:
+        model, kind = (source, _CapturedDecoder) if way == "static" else (paged, _PagedDecoder)
+        run = partial(by_loop, model) if way == "loop" else partial(by_decoder, model, kind)
+        rows.attempt({"way": way, "batch": batch, "length": length}, partial(run, batch, length))
+    if place.type == "cuda":
+        rows.attempt({"way": "paged beside static", "batch": 8, "length": 80}, lambda: agreement(paged, source, 8, 80))
+    columns = ("way", "batch", "length", "tokens_per_s", "wall_ms", "graph_ms", "draw_ms", "host_ms")
+    return rows.table.show("Steps of writing text", (*columns, "capture_s", "error", "status"))
 
 
 def passes(

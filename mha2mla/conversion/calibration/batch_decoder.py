@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +13,16 @@ from transformers.cache_utils import StaticLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from mha2mla.modeling import MHA2MLAForCausalLM, SequenceBatch, paged_model
+from mha2mla.modeling.cache_layout import PAGE_SIZE
 from mha2mla.modeling.config import cache_bytes_per_token
-from mha2mla.modeling.recorders import CudaGraphs
+from mha2mla.modeling.recorders import CudaGraphs, Recorder
+from mha2mla.modeling.source_attention import NAME
 
 _GROUPED = "mha2mla_grouped_sdpa"
 _STAGES = 8  # graphs of a run: each sees as much of the cache as is filled by its end
 _ALIGNMENT = 64  # keys; what fused attention wants of a mask's rows, and to spare
+_MUCH = 1 << 19  # tokens, from which on kernels that take half a minute to compile, once, save more
 _CPU_ROWS = 64
 _CUDA_ROWS = 2048
 _MEMORY_SHARE = 0.25  # share of an accelerator's memory for the keys, the values and the predictions of all rows
@@ -36,25 +41,77 @@ def rows_at_once(model: nn.Module, length: int) -> int:
     return max(1, min(_CUDA_ROWS, int(room / (cached + predictions))))
 
 
-def decoder(model: nn.Module, rows: int, length: int) -> NextLogits:
+def decoder(model: nn.Module, rows: int, length: int, recorder: Recorder | None = None) -> NextLogits:
     """The next tokens of all rows, [rows] -> their logits [rows, vocabulary]; remembers what it was given.
 
-    On CUDA a step is the replay of a graph, where the model and its cache can be captured: one graph for every eighth
-    of ``length``, so that a step reads what is filled of the cache and not all of it. A tensor that was returned is
+    On CUDA a step is the replay of a graph: for much text over pages, by the package's kernels, where these serve the
+    model; else by transformers over a static cache, where the two can be captured: one graph for every eighth of
+    ``length``, so that a step reads what is filled of the cache and not all of it. A tensor that was returned is
     overwritten by the next call.
 
     Args:
-        model: causal language model of transformers.
+        model: causal language model of transformers, converted or not.
         rows: how many tokens a call takes.
         length: how many calls there will be at most.
+        recorder: of the graphs; default CUDA's.
     """
-    if model.device.type == "cuda":
-        try:
-            return _CapturedDecoder(model, rows, length)
-        except RuntimeError:
-            torch.cuda.synchronize()
+    recorder = recorder or CudaGraphs()
+    if model.device.type == recorder.device_type:
+        is_much = rows * length >= _MUCH
+        for kind in (_PagedDecoder, _CapturedDecoder) if is_much else (_CapturedDecoder,):
+            try:
+                return kind(model, rows, length, recorder)
+            except (RuntimeError, ValueError):
+                if model.device.type == "cuda":
+                    torch.cuda.synchronize()
     cache = DynamicCache(config=model.config)
     return lambda tokens: model(tokens[:, None], past_key_values=cache, use_cache=True).logits[:, -1]
+
+
+class _PagedDecoder:
+    """A graph of one step over pages, all rows of one length.
+
+    Attributes:
+        counts: positions, slots and lengths [rows] on the device, which a replay increments.
+    """
+
+    def __init__(self, model: nn.Module, rows: int, length: int, recorder: Recorder) -> None:
+        usual, pages = model.config._attn_implementation, -(-length // PAGE_SIZE)
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=model.device)
+        try:
+            if not isinstance(model, MHA2MLAForCausalLM):
+                model.set_attn_implementation(NAME)
+            paged = paged_model(model)
+            with warnings.catch_warnings():  # a layer that plain torch serves is refused here
+                warnings.simplefilter("ignore")
+                cache = paged.paged_cache(rows * pages, PAGE_SIZE)
+            if why := recorder.explain(cache):
+                raise ValueError(why)
+            owned = [range(row * pages, (row + 1) * pages) for row in range(rows)]
+            batch = SequenceBatch.build([1] * rows, [0] * rows, owned, PAGE_SIZE, device=model.device)
+            self.counts = (batch.positions, batch.slots, batch.cache_seqlens)
+            first, step = [each.clone() for each in self.counts], cache.step(batch)
+
+            def run() -> torch.Tensor:
+                step.refresh()
+                logits = paged.forward_batch(self.tokens, step)
+                for each in self.counts:  # a row's pages lie side by side, and so do its slots
+                    each += 1
+                return logits
+
+            def reset() -> None:
+                for each, value in zip(self.counts, first, strict=True):
+                    each.copy_(value)
+
+            self.logits, self.replay = recorder.record(run, reset, model.device)
+            reset()
+        finally:
+            model.set_attn_implementation(usual)
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.tokens.copy_(tokens)
+        self.replay()
+        return self.logits
 
 
 class _FilledLayer(StaticLayer):
@@ -86,12 +143,12 @@ def filled_cache(model: nn.Module, length: int) -> StaticCache:
 class _CapturedDecoder:
     """Graphs of one step over one cache."""
 
-    def __init__(self, model: nn.Module, rows: int, length: int) -> None:
+    def __init__(self, model: nn.Module, rows: int, length: int, recorder: Recorder) -> None:
         self.cache = filled_cache(model, length)
         self.tokens = torch.zeros(rows, 1, dtype=torch.int64, device=model.device)
         self.stage = -(-length // (_STAGES * _ALIGNMENT)) * _ALIGNMENT
         self.calls = 0
-        recorder, usual = CudaGraphs(), model.config._attn_implementation
+        usual = model.config._attn_implementation
         ends = [min(length, start + self.stage) for start in range(0, length, self.stage)]
         try:
             if usual == "sdpa":
@@ -108,7 +165,7 @@ class _CapturedDecoder:
         replay()
         return logits
 
-    def _capture(self, model: nn.Module, visible: int, recorder: CudaGraphs) -> tuple[torch.Tensor, Callable[[], None]]:
+    def _capture(self, model: nn.Module, visible: int, recorder: Recorder) -> tuple[torch.Tensor, Callable[[], None]]:
         for layer in self.cache.layers:
             if isinstance(layer, _FilledLayer):
                 layer.visible = visible

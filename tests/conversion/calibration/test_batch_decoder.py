@@ -5,9 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import mha2mla
 from mha2mla.conversion.calibration import batch_decoder
 from mha2mla.conversion.calibration.batch_decoder import decoder, filled_cache, rows_at_once
 from tests.conversion import tiny
+from tests.modeling import models
+from tests.modeling.tape import Refusing, Tape
 
 LENGTH = 20
 
@@ -45,6 +48,39 @@ def test_a_cache_of_which_only_the_filled_part_is_shown_predicts_the_same(kind):
     finally:
         model.set_attn_implementation(usual)
     torch.testing.assert_close(torch.stack(predicted, 1), model(given).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [*SLIDING, "converted", "codes"])
+def test_a_graph_over_pages_predicts_the_same(kind, tmp_path, monkeypatch):
+    """Over two pages and more; nothing of a replay is the host's."""
+    monkeypatch.setattr(batch_decoder, "PAGE_SIZE", 16)
+    monkeypatch.setattr(batch_decoder, "_MUCH", 0)
+    if isinstance(kind, str):
+        recipe = {"layout": "latent", "cache_ratio": 0.5, **tiny.SHORT} | (
+            {"latent.bits": 4} if kind == "codes" else {}
+        )
+        tiny.convert(tiny.checkpoint(tmp_path / "source", "llama"), tmp_path / "converted", recipe)
+        model = mha2mla.load(tmp_path / "converted", device="cpu")[0]
+    else:
+        model = tiny.model(**kind)
+    given, usual = tokens(length=40), model.config._attn_implementation
+    with torch.inference_mode():
+        step = decoder(model, *given.shape, recorder=Tape())
+        assert isinstance(step, batch_decoder._PagedDecoder) and model.config._attn_implementation == usual
+        predicted = torch.stack([step(column).clone() for column in given.T], 1)
+        expected = model(given, use_cache=kind == "codes").logits
+    torch.testing.assert_close(predicted, expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_little_text_and_refused_captures_take_other_decoders(monkeypatch):
+    model = tiny.model()
+    assert isinstance(decoder(model, 2, 16, recorder=Tape()), batch_decoder._CapturedDecoder)
+    monkeypatch.setattr(batch_decoder, "_MUCH", 0)
+    given = tokens()
+    step = decoder(model, *given.shape, recorder=Refusing())
+    predicted = torch.stack([step(column).clone() for column in given.T], 1)
+    torch.testing.assert_close(predicted, model(given).logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
@@ -86,3 +122,16 @@ def test_captured_steps_predict_what_a_forward_pass_predicts(kind):
     assert model.config._attn_implementation == usual
     predicted = torch.stack([step(column).clone() for column in given.T], 1)
     torch.testing.assert_close(predicted, model(given).logits, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_graphs_over_pages_are_as_right_as_static_ones(monkeypatch):
+    monkeypatch.setattr(batch_decoder, "_MUCH", 0)
+    model = models.source_model("llama", hidden_size=384, head_dim=64, initializer_range=0.05).cuda()
+    given = torch.randint(3, model.config.vocab_size, (5, 200), device="cuda")
+    exact, half = model(given).logits, model.bfloat16()
+    plain = models.relative_error(half(given).logits, exact)
+    step = decoder(half, *given.shape)
+    assert isinstance(step, batch_decoder._PagedDecoder)
+    assert models.relative_error(torch.stack([step(column).clone() for column in given.T], 1), exact) <= 2 * plain
