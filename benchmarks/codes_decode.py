@@ -106,7 +106,7 @@ def by_copy(
 
 def is_direct(problem: GroupCodesProblem, device: torch.device) -> bool:
     """True where a kernel made for it serves: threads that read bytes one by one are not worth timing."""
-    return device.type == "cpu" or problem.op.choose(compiled_shape(problem.shape()), device).kernel == "codes_ws"
+    return device.type == "cpu" or problem.op.choose(compiled_shape(problem.shape()), device).kernel != "codes_portable"
 
 
 def calls_of(case: SpeedCase, device: torch.device, lengths: tuple[int, ...] | None) -> dict[str, tuple[Call, dict]]:
@@ -146,7 +146,9 @@ def measure(case: SpeedCase, peers: bool, min_run_time: float, device: str = "cu
     here, problem = torch.device(device), case.problem
     row: Row = {"name": case.name, **problem.columns, "B": len(problem.lengths), "longest": max(problem.lengths)}
     row |= {"MB": problem.cache_bytes() / 1e6, "MB_bf16": forms(problem)["kept_us"].cache_bytes() / 1e6}
-    row["kernel"] = "codes_ws" if is_direct(problem, here) else "copy"
+    row["kernel"] = (
+        problem.op.choose(compiled_shape(problem.shape()), here).kernel if is_direct(problem, here) else "copy"
+    )
     short = calls_of(case, here, SHORT)
     judged = {name: judge(inputs, *call(return_lse=True)) for name, (call, inputs) in short.items()}
     wrong = {name: f"missing: wrong result: {found.reason}" for name, found in judged.items() if not found.ok}

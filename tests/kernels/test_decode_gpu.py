@@ -133,7 +133,9 @@ GROUP_CODES = [
     GroupCodesProblem(14, 2, 96, 16, (65, 300), page_size=32, bits=3),
     GroupCodesProblem(64, 1, 448, 64, (65, 300), group=64),
     GroupCodesProblem(1, 1, 32, 8, (1, 300)),
-    GroupCodesProblem(32, 1, 1024, 64, (65, 2000), bits=8),
+    GroupCodesProblem(32, 1, 1024, 64, (*EDGES, 4096)),
+    GroupCodesProblem(32, 1, 1024, 64, (65, 2000), page_size=16, bits=8),
+    GroupCodesProblem(16, 1, 640, 32, (65, 300), bits=3),
 ]
 EVERY_RUN = [*STORED, *GQA, *LATENT[:11], *LATENT_CODES[:4], *STORED_CODES, *GROUP_CODES]
 # One problem an op.
@@ -184,6 +186,7 @@ NEW_TOKENS = [
     CodesProblem(16, 1, 512, 64, ()),
     CodesProblem(6, 2, 64, 16, ()),
     GroupCodesProblem(32, 1, 512, 64, ()),
+    GroupCodesProblem(32, 1, 1024, 64, ()),
     GroupCodesProblem(6, 2, 64, 16, (), bits=8),
     GQAProblem(14, 2, 64, 64, (), page_size=16),
 ]
@@ -215,6 +218,7 @@ WINDOWED = [
     STORED_CODES[0],
     GROUP_CODES[0],
     GROUP_CODES[1],
+    GroupCodesProblem(32, 1, 1024, 64, ()),
 ]
 
 
@@ -417,6 +421,7 @@ CANDIDATES = [
     GroupCodesProblem(32, 1, 512, 64, SIX),
     GroupCodesProblem(9, 1, 192, 64, SIX, page_size=16, bits=8),
     GroupCodesProblem(14, 2, 96, 16, SIX, bits=3, seqlen_q=2),
+    GroupCodesProblem(32, 1, 1024, 64, SIX),
 ]
 
 

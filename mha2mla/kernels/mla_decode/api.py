@@ -67,7 +67,7 @@ GROUP_CODES = PagedOp(
     refusal=codes_selection.refusal,
     select=codes_selection.select_kernel,
     package="mha2mla.kernels.mla_decode",
-    modules={"codes_portable": "codes", "codes_ws": "codes"},
+    modules=dict.fromkeys(("codes_portable", "codes_ws", "codes_cluster"), "codes"),
     reference="mha2mla.kernels.mla_decode.reference:mla_decode_codes_reference",
     opaque_smem_writes=True,
 )
@@ -273,7 +273,7 @@ def decodes_codes(
         dtype,
         torch.device(device),
     )
-    return served is not None and served.choice.kernel == "codes_ws"
+    return served is not None and served.choice.kernel != "codes_portable"
 
 
 def plan_mla_decode(

@@ -2,7 +2,7 @@
 
 ``codes_portable``: threads read rows from global memory. ``codes_ws``, for Hopper: bulk copies bring pieces of 16
 coded rows, which are contiguous whatever their width; one or two warpgroups dequantise them, centers included, into
-the ring of ``swap_ab_ws``, whose other parts are unchanged.
+the ring of ``swap_ab_ws``, whose other parts are unchanged. ``codes_cluster`` does so for ``swap_ab_cluster``.
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,9 @@ from tilelang.layout import make_full_bank_swizzled_layout
 
 from mha2mla.kernels.group_codes.kernel import RUN, CodedRow, Unit, dequantise, find_center
 from mha2mla.kernels.machine import GPU, WARPGROUP, Buffers, Machine
-from mha2mla.kernels.mla_decode import swap_ab, swap_ab_ws
+from mha2mla.kernels.mla_decode import swap_ab, swap_ab_cluster, swap_ab_ws
 from mha2mla.kernels.mla_decode.codes_selection import PIECE, CodedShape
+from mha2mla.kernels.mla_decode.selection import CLUSTER
 from mha2mla.kernels.mla_decode.static import MLATypes
 from mha2mla.kernels.mla_decode.swap_ab_ws import BLOCK, allocate_barriers, allocate_tiles, consume
 from mha2mla.kernels.split_kv import device
@@ -96,27 +97,40 @@ def make_codes_portable(shape: CodedShape, choice: KernelChoice, machine: Machin
     return swap_ab._make(PortableStatic(shape, choice, machine), CodedTypes(shape, machine), swap_ab.allocate)
 
 
-class Static(swap_ab_ws.Static):
+class Codes:
+    """Of a CTA whose warpgroups dequantise, beside the properties of ``swap_ab_ws`` and ``swap_ab_cluster``."""
+
     row = property(lambda k: coded_row(k.shape))
     wideners = property(lambda k: k.choice.threads - k.consumers - WARPGROUP)  # threads that dequantise
     latent_writers = property(lambda k: k.wideners)
     registers = property(lambda k: k.choice.registers[0])
     half = property(lambda k: "true" if k.dtype == "float16" else "false")
     pieces = property(lambda k: list(range(BLOCK // PIECE)))  # of a tile
-    quads = property(lambda k: 4 if k.row.units % 4 == 0 else 2)  # units of a row that neighbouring threads have
+    parts = property(lambda k: k.latent_cols // k.slot_cols)  # slots of the ring that a tile takes
+    own_width = property(lambda k: min(k.d_c, k.latent_cols))  # columns of a CTA that a row has
+    units = property(lambda k: k.own_width // (2 * RUN))
+    quads = property(lambda k: 4 if k.units % 4 == 0 else 2)  # units of a row that neighbouring threads have
     # Groups of threads that dequantise rows r and r + 2: there the swizzle exchanges the halves of 64 bytes, so that
     # no two of eight threads write to the same banks.
-    groups_of_row = property(lambda k: k.row.units // k.quads)
+    groups_of_row = property(lambda k: k.units // k.quads)
     at_once = property(lambda k: k.wideners // (2 * k.quads) // k.groups_of_row)  # pairs of rows
 
     def unit(self, thread):
-        """Unit of a row that a thread has in every row."""
+        """Unit of a CTA's columns that a thread has in every row."""
         return thread // (2 * self.quads) % self.groups_of_row * self.quads + thread % self.quads
 
     def token(self, thread, r):
         """Row of a piece that a thread has in its r-th round, from 16 on none."""
         pair = thread // (2 * self.quads) // self.groups_of_row + r * self.at_once
         return pair // 2 * 4 + pair % 2 + thread // self.quads % 2 * 2
+
+
+class Static(Codes, swap_ab_ws.Static):
+    pass
+
+
+class ClusterStatic(Codes, swap_ab_cluster.Static):
+    pass
 
 
 def allocate_codes(k: Static) -> dict:
@@ -160,39 +174,43 @@ def stream_codes(k, work, call, memory, num_pages, thread, leader):
 
 
 @T.macro
-def widen(k, work, memory, call, thread):
-    """Warpgroups that dequantise every tile of this CTA's fragments; a thread has the same columns of all rows."""
+def widen(k, half, work, memory, call, thread):
+    """Warpgroups that dequantise columns of CTA ``half`` of every tile of this CTA's fragments; a thread has the same
+    columns of all rows."""
     T.set_max_nreg(k.choice.registers[1], int(k.choice.registers[1] * k.choice.threads * k.choice.ctas_per_sm >= 65536))
     row, stages, code_stages = k.row, k.choice.num_stages, k.choice.code_stages
     x = Unit(row)
     center = T.alloc_local([2 * RUN], T.float32)
-    g, h = k.unit(thread) // row.runs, k.unit(thread) % row.runs
+    own, h = k.unit(thread) // row.runs * row.group, k.unit(thread) % row.runs  # first column of its group
+    left = half * k.own_width
     for e in T.unroll(2 * RUN):
-        center[e] = T.cast(call.centers[0, g * row.group + (h + e // RUN * row.runs) * RUN + e % RUN], T.float32)
+        center[e] = T.cast(call.centers[0, left + own + (h + e // RUN * row.runs) * RUN + e % RUN], T.float32)
     for f in T.serial(work.fragments):
         device.read_fragment(work, f)
         for i in T.serial(work.tiles):
             n = work.done + i
-            slot = n % stages
-            T.barrier_wait(memory.c_free[slot], ((n // stages) & 1) ^ 1)
+            for u in list(range(k.parts)):
+                part = n * k.parts + u
+                T.barrier_wait(memory.c_free[part % stages], ((part // stages) & 1) ^ 1)
+            slot = (n * k.parts + own // k.slot_cols) % stages
             for v in k.pieces:
                 m = n * len(k.pieces) + v
                 at = m % code_stages
                 T.barrier_wait(memory.codes_full[at], (m // code_stages) & 1)
                 for r in T.serial(-(-PIECE // 2 // k.at_once)):
                     token = k.token(thread, r)
-                    if (token < PIECE) & (thread < 2 * k.at_once * row.units):
-                        dequantise(row, memory.codes, (at, token), g, h, x)
+                    if (token < PIECE) & (thread < 2 * k.at_once * k.units):
+                        dequantise(row, memory.codes, (at, token), (left + own) // row.group, h, x)
                         find_center(row, memory.codes, (at, token), x)
                         if x.second[0] == 0:
                             for e in T.unroll(2 * RUN):
                                 x.values[e] += center[e]
                         else:
                             for e in T.unroll(2 * RUN):
-                                column = g * row.group + (h + e // RUN * row.runs) * RUN + e % RUN
+                                column = left + own + (h + e // RUN * row.runs) * RUN + e % RUN
                                 x.values[e] += T.cast(call.centers[1, column], T.float32)
                         for u in list(range(2)):
-                            column = g * row.group + (h + u * row.runs) * RUN
+                            column = own % k.slot_cols + (h + u * row.runs) * RUN
                             T.call_extern(
                                 "handle",
                                 f"store_run<{k.half}>",
@@ -202,18 +220,19 @@ def widen(k, work, memory, call, thread):
                             )
                 T.barrier_arrive(memory.codes_free[at])
             T.fence_proxy_async()
-            T.barrier_arrive(memory.c_full[slot])
+            for u in list(range(k.parts)):
+                T.barrier_arrive(memory.c_full[(n * k.parts + u) % stages])
         device.end_fragment(work)
 
 
 @T.macro
 def clear_padding(k, memory, thread):
     """Columns behind the latent's width, of every slot, once: nothing else writes them."""
-    padding = k.latent_cols - k.d_c
+    padding = k.latent_cols - k.own_width
     for r in T.serial(-(-k.choice.num_stages * BLOCK * padding // k.choice.threads)):
         e = r * k.choice.threads + thread
         if e < k.choice.num_stages * BLOCK * padding:
-            memory.c_ring[e // padding // BLOCK, e // padding % BLOCK, k.d_c + e % padding] = T.cast(0, k.dtype)
+            memory.c_ring[e // padding // BLOCK, e // padding % BLOCK, k.own_width + e % padding] = T.cast(0, k.dtype)
     T.fence_proxy_async()
     T.sync_threads()
 
@@ -235,7 +254,7 @@ def make_codes_ws(shape: CodedShape, choice: KernelChoice):
             tile = device.locate(types, k.tiling, y, k.d_r)
             work = device.take_work(call, cta, k.page_size, BLOCK)
             T.pdl_trigger()
-            if k.latent_cols > k.d_c:
+            if k.latent_cols > k.own_width:
                 clear_padding(k, m, thread)
             loaders = [
                 (stream_codes, k, work, call, m, types.num_pages),
@@ -246,9 +265,49 @@ def make_codes_ws(shape: CodedShape, choice: KernelChoice):
                 thread,
                 [
                     *device.consumers(1, consume, k, work, tile, m, call),
-                    (first, widen, k, work, m, call, thread - k.consumers),
+                    (first, widen, k, 0, work, m, call, thread - k.consumers),
                     (None, device.run_loaders, choice.registers[2], thread, first, loaders),
                 ],
             )
 
     return types.make("codes_ws", body)
+
+
+def make_codes_cluster(shape: CodedShape, choice: KernelChoice):
+    """A TileLang function ``mla_decode_codes_cluster`` for sm_90; :class:`CodedTypes` has its arguments. Both CTAs of a
+    cluster read whole coded rows, and each dequantises its own columns."""
+    k, types = ClusterStatic(shape, choice), CodedTypes(shape)
+    first = k.consumers + k.wideners
+
+    @T.macro
+    def body(call):
+        with T.Kernel(k.tiling.num_tiles * CLUSTER, types.num_ctas, threads=choice.threads, cluster_dims=CLUSTER) as (
+            y,
+            cta,
+        ):
+            T.import_source(swap_ab_cluster.INLINE + INLINE)
+            m = Buffers(**vars(swap_ab_cluster.allocate(k)), **allocate_codes(k))
+            T.annotate_layout({m.c_ring: make_full_bank_swizzled_layout(m.c_ring)})
+            thread = T.get_thread_binding()
+            half = y % CLUSTER
+            tile = device.locate(types, k.tiling, y // CLUSTER, k.d_r)
+            T.pdl_sync()  # TileLang launches clusters as programmatic dependents
+            work = device.take_work(call, cta, k.page_size, BLOCK)
+            T.pdl_trigger()
+            lefts, columns = [tile.column + half * k.cut.rope_own], half * k.cut.columns
+            loaders = [
+                (stream_codes, k, work, call, m, types.num_pages),
+                (device.stream, work, call.rope_cache, lefts, [m.k_ring], m.k_full, m.k_free),
+                (device.stream_queries, work, tile, call.q_latent, m.q_tile, m.q_full, m.q_free, columns),
+            ]
+            device.run_roles(
+                thread,
+                [
+                    *device.consumers(1, swap_ab_cluster.consume, k, work, tile, half, m, call, thread),
+                    (first, widen, k, half, work, m, call, thread - k.consumers),
+                    (None, device.run_loaders, choice.registers[2], thread, first, loaders),
+                ],
+            )
+            T.cluster_sync()  # what this CTA sent may still be on its way
+
+    return types.make("codes_cluster", body)

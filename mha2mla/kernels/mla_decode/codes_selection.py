@@ -107,12 +107,37 @@ def ws_choices(shape: CodedShape, tiling: RowTiling, limit: int) -> selection.Ca
         yield rank, choice if fits else None, used
 
 
+def cluster_choices(shape: CodedShape, tiling: RowTiling, limit: int) -> selection.Candidates:
+    """For wider latents, of which each CTA of two has a half; a ring of two tiles, or one and a half."""
+    cut = selection.halve(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim)
+    wide = shape.kv_lora_rank > selection.WIDE_LATENT and shape.kv_lora_rank == selection.CLUSTER * cut.columns
+    if tiling.rows > 32 or not wide or cut.rope_columns > selection.MAX_ROPE_HALF:
+        return
+    scores = 64 * tiling.rows // 128
+    needed = selection._accumulators(cut.columns, tiling.rows, 64, 128) + scores + selection.CONSUMER_OVERHEAD
+    registers = registers_of(needed, 4, 2, 1)
+    for halves, rope_stages, pieces in product((4, 3), (4, 3, 2), (8, 6, 4, 3, 2)):
+        num_stages = halves * cut.units // 2
+        used = selection.cluster_shared_memory(tiling, cut, num_stages, rope_stages)
+        used += pieces * (PIECE * shape.row_bytes + 16) + 1024
+        choice = selection._choice(
+            "codes_cluster", tiling, used,
+            f"{selection.CLUSTER} x {cut.columns} columns, 2 warpgroups dequantise, {num_stages} parts of {cut.unit}"
+            f" columns, {rope_stages} rope stages, {pieces} pieces of {PIECE} coded rows",
+            num_stages=num_stages, rope_stages=rope_stages, threads=512, cluster_size=selection.CLUSTER,
+            registers=registers or (0, 0, 0), code_stages=pieces,
+        )  # fmt: skip
+        rank = (0, tiling.num_tiles, tiling.rows, -min(3, pieces), -halves, -pieces, -rope_stages)
+        yield rank, choice if registers is not None and used <= limit else None, used
+
+
 def _candidates(shape: CodedShape, capability: int, limit: int) -> Iterator[tuple[Any, KernelChoice | None, int]]:
     for max_rows in (32, 16):
         for max_groups in (128, 64, 32, 16, 8, 4, 2, 1):
             tiling = tile_rows(shape.heads, shape.num_rope_heads, shape.seqlen_q, max_rows, max_groups)
             if capability == HOPPER:
                 yield from ws_choices(shape, tiling, limit)
+                yield from cluster_choices(shape, tiling, limit)
             yield from portable_choices(shape, tiling, capability, limit)
 
 

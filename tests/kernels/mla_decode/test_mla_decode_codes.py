@@ -109,6 +109,7 @@ def test_other_rows_are_refused():
 CHOSEN = [
     (GroupCodesProblem(32, 1, 512, 64, ()), "bfloat16", "codes_ws"),
     (GroupCodesProblem(9, 1, 192, 64, (), bits=3), "float16", "codes_ws"),
+    (GroupCodesProblem(32, 1, 1024, 64, ()), "bfloat16", "codes_cluster"),
     (GroupCodesProblem(28, 1, 512, 128, (), bits=8), "bfloat16", "codes_ws"),
     (GroupCodesProblem(32, 1, 512, 64, (), bits=8, page_size=16, seqlen_q=8), "bfloat16", "codes_ws"),
     (GroupCodesProblem(14, 2, 96, 16, (), bits=4), "bfloat16", "codes_ws"),
