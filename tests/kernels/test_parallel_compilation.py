@@ -266,3 +266,18 @@ def test_what_compiles_kernels_is_found_by_its_name():
     assert len(machine._KEPT) >= 18
     for kept in machine._KEPT:
         assert pkgutil.resolve_name(f"{kept.__module__}:{kept.__qualname__}") is kept
+
+
+def test_a_run_that_fails_leaves_kernels_to_their_launch():
+    pytest.importorskip("tilelang", reason="TileLang is not installed")
+    from mha2mla.kernels.machine import listing
+
+    def run():
+        norms(72)
+        raise torch.OutOfMemoryError("CUDA out of memory\nand more")
+
+    with pytest.warns(UserWarning, match="one after another: OutOfMemoryError: CUDA out of memory$"):
+        assert parallel_compilation.compile_listed(run) == (0, 1)
+    with listing() as kernels:
+        norms(72)
+    assert len(kernels) == 1
