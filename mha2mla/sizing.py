@@ -6,7 +6,7 @@ Times are bounds by bytes and products; docs/notes/sizing.md says how far measur
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -67,6 +67,7 @@ GPUS: Mapping[str, GPU] = MappingProxyType(
     }
 )
 DEFAULT_GPU = "h200-141gb"
+ROTARY_WIDTHS = (64, 128)  # d_r that conversions to the layout latent choose between
 
 # Perplexity relative to the source model (docs/quality.md): texts and windows, and figures by preset, layout and ratio.
 MEASURED_LOSSES: Mapping[str, tuple[str, Mapping[tuple[str, str], Mapping[float, str]]]] = MappingProxyType(
@@ -225,6 +226,24 @@ def footprint(config: PreTrainedConfig, geometry: MLAGeometry | None, spec: Sour
         windows=spec.sliding_windows,
         keeps_all=geometry is not None,
     )
+
+
+def steps_by_rotary_width(
+    model: Footprint, geometry: MLAGeometry, spec: SourceSpec, gpu: GPU, batch: int, context: int
+) -> dict[int, float]:
+    """Seconds of a decode step by rotary width: the geometry's own, and those of :data:`ROTARY_WIDTHS`.
+
+    Computed rotary keys cost d_r d_c products for each cached token. Weights, of which d_r changes little, stay the
+    model's. {} where keys are cached, or the source has no width to choose.
+    """
+    widths = {geometry.qk_rope_head_dim, *ROTARY_WIDTHS} if not geometry.has_rope_cache else set()
+    found = {}
+    for width in sorted(width for width in widths if width <= spec.num_key_value_heads * spec.head_dim):
+        other = replace(geometry, qk_rope_head_dim=width)
+        keys = 2 * other.kv_lora_rank * width
+        layers = replace(model, attention=other.decode_flops_per_token() - keys, keys=keys)
+        found[width] = layers.step_seconds(gpu, batch, context)
+    return found if len(found) > 1 else {}
 
 
 def decode_kernel(geometry: MLAGeometry, capability: int, *, codes: bool = False) -> tuple[str | None, str | None]:

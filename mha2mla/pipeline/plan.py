@@ -32,6 +32,7 @@ from mha2mla.sizing import (
     decode_kernel,
     find_gpu,
     footprint,
+    steps_by_rotary_width,
 )
 from mha2mla.trial_models import SHAPES, source_config
 
@@ -63,6 +64,7 @@ CAPACITY_COLUMNS = {
     "kernel": "decode kernel",
     "step_ms_1": "step, ms, batch 1",
     "step_ms_largest": "step, ms, largest batch",
+    "step_ms_by_d_r": "there by d_r",
     "tokens_per_s": "tokens/s there",
     "note": "note",
 }
@@ -206,6 +208,9 @@ def _converted_row(
     why = "no prediction: codes are dequantised by plain torch" if geometry.has_codes else why
     row |= {"note": why, "kernel_8_bit": eight_bits}
     row |= _capacity(after, machine, context, is_served=not why)
+    if "step_ms_largest" in row:
+        steps = steps_by_rotary_width(after, geometry, spec, machine, row["largest_batch"], context)
+        row["step_ms_by_d_r"] = ", ".join(f"{width}: {1e3 * step:.4g}" for width, step in steps.items()) or None
     codes = fp8_layout(geometry, PAGE_SIZE).bytes_per_token * spec.num_layers
     row |= {"bytes_per_token_8_bit": codes if eight_bits else None}
     if not geometry.has_rope_cache:

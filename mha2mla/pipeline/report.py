@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mha2mla.conversion.families import SourceSpec
 from mha2mla.conversion.parity import ParityReport
 from mha2mla.conversion.result.card import CARD_FILE, PLOT_FILE, RECORD_FILE, card_metadata, model_card
 from mha2mla.conversion.result.writer import ShardedWriter
@@ -23,6 +24,7 @@ from mha2mla.environment import collect_environment, describe_environment, insta
 from mha2mla.eval.report import html_table, markdown_table
 from mha2mla.geometry import MLAGeometry
 from mha2mla.pipeline.check import Arguments, HeldOut
+from mha2mla.sizing import DEFAULT_GPU, GPUS, footprint, steps_by_rotary_width
 from mha2mla.stored_tensors import num_parameters
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from mha2mla.modeling.config import MHA2MLAConfig
 
 
+NOTED_STEP = (16, 8192)  # sequences, tokens of each
 _BY_LAYER = {"ranks": "kv_lora_rank", "bits": "latent_bits"}
 # Key of a layer's row → heading in the card; others, such as ranks and seconds, follow under their own names.
 LAYER_COLUMNS = {
@@ -72,6 +75,7 @@ class ConversionReport:
             ``fallback`` what stands in for a fit that failed, and why.
         decode_backend: what will serve decoding on CUDA, by layers where they differ, and why it is no kernel.
         resumed_layers: how many of the layers an interrupted run had left.
+        step_note: predicted decode step by rotary width, where rotary keys are computed from the latent.
         seconds: of the phases of this run (``prepare`` has the calibration text and the searches), and in total.
         peak_rss_bytes: largest resident memory of this process so far.
         parameters, source_parameters: of the two models; tied ones count once.
@@ -116,6 +120,7 @@ class ConversionReport:
     long_evaluation_length: int | None = None
     long_parity: ParityReport | None = None
     rope_note: str = ""
+    step_note: str = ""
     resumed_layers: int = 0
     peak_rss_bytes: int = field(default_factory=_peak_rss_bytes)
     mha2mla_version: str = field(default_factory=lambda: installed_version() or "(not installed)")
@@ -166,6 +171,7 @@ class ConversionReport:
             f" {self.source_parameters:,}; {self.weight_bytes:,} bytes after {self.source_weight_bytes:,}",
             "written to": f"{self.destination} in {self.seconds['total']:.0f} s, peak memory"
             f" {self.peak_rss_bytes / 2**30:.2f} GiB, by preset {self.preset}",
+            **({"decode step": self.step_note} if self.step_note else {}),
             **({"not fitted": ". ".join(fallbacks)} if fallbacks else {}),
             "load with": f'model, tokenizer = mha2mla.load("{self.destination}")',
             "better": self.better,
@@ -241,6 +247,15 @@ def make_report(
         weights_sha256=written.sha256,
         **others,
     )
+
+
+def note_on_steps(config: MHA2MLAConfig, geometry: MLAGeometry, spec: SourceSpec) -> str:
+    """Predicted decode steps of both rotary widths that a conversion may have; empty where there is no choice."""
+    gpu, (batch, context) = GPUS[DEFAULT_GPU], NOTED_STEP
+    model = footprint(config, geometry, spec)
+    steps = steps_by_rotary_width(model, geometry, spec, gpu, batch, context)
+    said = [f"{1e3 * step:.3g} ms with d_r {width}" for width, step in steps.items()]
+    return f"{', '.join(said)}, computed, {batch} x {context:,} tokens, predicted for {gpu.name}" if said else ""
 
 
 def write_report(arguments: Arguments, device: torch.device, folder: Path, report: ConversionReport, made: str) -> None:

@@ -13,11 +13,11 @@ import mha2mla
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.eval.report import format_value
 from mha2mla.pipeline.plan import CACHE_RATIOS, CAPACITY_COLUMNS, COST_COLUMNS, plan
-from mha2mla.sizing import NOT_MEASURED
+from mha2mla.sizing import GPUS, NOT_MEASURED
 from tests.commands import parse, run
 
 PAGE = Path(__file__).parents[2] / "docs" / "sizing.md"
-LEFT_OUT = {"bits", "G", "note", "growth", "step_ms_largest"}
+LEFT_OUT = {"bits", "G", "note", "growth", "step_ms_largest", "step_ms_by_d_r"}
 
 
 def as_markdown(rows: list[dict], columns: dict[str, str]) -> list[str]:
@@ -60,6 +60,18 @@ def test_plan_says_what_kept_rotary_keys_cost():
     row = plan("qwen2.5-7b", gpu="h200-141gb", cache_ratios=(0.5,)).rows[1]
     assert (row["d_c"], row["d_r"], row["bytes_per_token"]) == (512, 128, 28 * 2 * 512)
     assert row["bytes_per_token_kept"] == 28 * 2 * (512 + 128)
+
+
+def test_plan_gives_the_step_by_rotary_width():
+    """Computed keys of half the width: half of their products, and no others of a step's."""
+    _, row, shared = plan("qwen2.5-7b", gpu="h200-141gb", cache_ratios=(0.5,), layouts=("latent", "shared")).rows
+    steps = dict(part.split(": ") for part in row["step_ms_by_d_r"].split(", "))
+    tokens = row["largest_batch"] * 8192 * 28
+    saved = tokens * 2 * 512 * 64 / GPUS["h200-141gb"].product_rate * 1e3
+    assert list(steps) == ["64", "128"] and float(steps["128"]) == pytest.approx(row["step_ms_largest"], rel=1e-3)
+    # Reading latents takes longer than the products of 28 heads, of which d_r is a small part.
+    assert float(steps["128"]) - float(steps["64"]) == pytest.approx(saved, rel=0.02)
+    assert shared["step_ms_by_d_r"] is None and "step_ms_largest" in shared
 
 
 def test_plan_counts_the_bytes_of_codes():

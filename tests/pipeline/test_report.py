@@ -1,5 +1,6 @@
 """What a conversion leaves and says: a whole checkpoint, its record, its card, and whether a kernel serves it."""
 
+import re
 import shutil
 import sys
 
@@ -8,7 +9,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import mha2mla
+from mha2mla.conversion.families import adapter_for
 from mha2mla.eval.report import format_value
+from mha2mla.pipeline.report import note_on_steps
+from mha2mla.sizing import DEFAULT_GPU, GPUS
+from mha2mla.trial_models import converted_config, source_config
 from tests.conversion import tiny
 from tests.conversion.tiny import SHORT, convert
 from tests.folders import edit_weights, read_json
@@ -142,3 +147,19 @@ def test_a_geometry_that_a_kernel_serves_is_converted_without_a_warning(source, 
     assert report.decode_backend == "on CUDA absorbed, mla_paged; batches: mla_paged"
     row = inspect_checkpoint(tmp_path / "out").geometries[0]
     assert row["decode_on_cuda"] == "absorbed, mla_paged; batches: mla_paged" and row["no_kernel_because"] is None
+
+
+def test_closing_lines_predict_the_step_by_rotary_width():
+    source = source_config("qwen2.5-7b")
+    spec = adapter_for(source.to_dict()).specify(source)
+
+    def note(layout):
+        config = converted_config(source, layout=layout, cache_ratio=0.5)
+        return note_on_steps(config, config.layer_geometry(0), spec)
+
+    found = re.fullmatch(
+        r"(\S+) ms with d_r 64, (\S+) ms with d_r 128, computed, 16 x 8,192 tokens, .*", note("latent")
+    )
+    saved = 28 * 16 * 8192 * 2 * 512 * 64 / GPUS[DEFAULT_GPU].product_rate * 1e3
+    assert float(found[2]) - float(found[1]) == pytest.approx(saved, abs=0.01)
+    assert note("shared") == ""
