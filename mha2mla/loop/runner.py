@@ -65,8 +65,7 @@ class Runner:
         """
         new = {chunk.sequence: chunk.count for chunk in chunks}
         if all(chunk.count == 1 for chunk in chunks) and self.uncaptured is None:
-            rows = next((size for size in (1, 2, 4, 8) if size >= len(chunks)), -(-len(chunks) // 8) * 8)
-            rows = min(rows, self.max_sequences)
+            rows = self._bucket(len(chunks))
             graph = self.graphs.get(rows) or self._record(rows)
             batch = self.cache.extend(new, max_pages=self.max_pages, num_sequences=rows)
             graph.step.load(batch)
@@ -77,6 +76,11 @@ class Runner:
         batch = self.cache.extend(new)
         ordered, tokens, slots = self._inputs(chunks, batch)
         return self.model.forward_batch(tokens, self.cache.step(batch)), ordered, slots
+
+    def _bucket(self, count: int) -> int:
+        """Rows of the graph that serves ``count`` sequences."""
+        rows = next((size for size in (1, 2, 4, 8) if size >= count), -(-count // 8) * 8)
+        return min(rows, self.max_sequences)
 
     def _inputs(self, chunks: Sequence[Chunk], batch: SequenceBatch) -> tuple[list[Chunk | None], Tensor, Tensor]:
         """The chunk of each row, the batch's tokens [N], of which the device knows some alone, and slots [B]."""
