@@ -136,18 +136,14 @@ def usual_dtype(device: torch.device, name: str | None = None) -> torch.dtype:
 
 def describe_environment(environment: dict[str, Any]) -> str:
     """One line to stand under a table: device, driver and clocks where there are any, versions, commit, date."""
-    parts = []
+    machine = f"{environment['cpu']}, {environment['cpu_count']} cores, no GPU"
     if environment.get("gpu"):
-        parts.append(
-            f"{environment['gpu']} (driver {environment['driver']}, SM {_shown(environment['sm_clock_mhz'])} of "
-            f"{_shown(environment['sm_clock_max_mhz'])} MHz, cap {_shown(environment['power_cap_w'])} W)"
-        )
-    else:
-        parts.append(f"{environment['cpu']}, {environment['cpu_count']} cores, no GPU")
-    parts += [f"{name} {environment[name]}" for name in ("torch", "transformers", "tilelang") if environment.get(name)]
-    parts.append(f"commit {environment['commit'] or 'unknown'}")
-    parts.append(environment["date"])
-    return " · ".join(parts)
+        clock, top, cap = (_shown(environment[key]) for key in ("sm_clock_mhz", "sm_clock_max_mhz", "power_cap_w"))
+        machine = f"{environment['gpu']} (driver {environment['driver']}, SM {clock} of {top} MHz, cap {cap} W)"
+    versions = [
+        f"{name} {environment[name]}" for name in ("torch", "transformers", "tilelang") if environment.get(name)
+    ]
+    return " · ".join([machine, *versions, f"commit {environment['commit'] or 'unknown'}", environment["date"]])
 
 
 def cache_folder() -> Path:

@@ -98,7 +98,7 @@ class MLAGeometry:
 
     @property
     def cache_numel_per_token(self) -> int:
-        """Numbers cached per token and layer: d_c + G * d_r, or d_c alone."""
+        """Elements cached per token and layer: d_c + G * d_r, or d_c alone."""
         return self.kv_lora_rank + self.rope_width
 
     @property

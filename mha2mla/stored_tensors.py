@@ -132,9 +132,9 @@ def _is_base(name: str) -> bool:
 
 def check_frequencies(name: str, frequencies: torch.Tensor) -> None:
     """Raises CheckpointError unless all are finite and at least 0."""
-    if frequencies.numel() and not bool(((frequencies >= 0) & frequencies.isfinite()).all()):
-        worst = frequencies.flatten()[int((~((frequencies >= 0) & frequencies.isfinite())).flatten().int().argmax())]
-        raise CheckpointError(f"tensor {name} has a frequency of {float(worst):.3g}; expected finite ones, at least 0")
+    wrong = frequencies[~((frequencies >= 0) & frequencies.isfinite())]
+    if wrong.numel():
+        raise CheckpointError(f"tensor {name} has a frequency of {wrong[0]:.3g}; expected finite ones, at least 0")
 
 
 def check_finite(model: nn.Module) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -249,17 +250,13 @@ def _geometries(config: MHA2MLAConfig, dtype: torch.dtype) -> list[dict[str, Any
 
     serving = what_serves(config, "cuda", dtype)
     rows: list[dict[str, Any]] = []
-    previous = None
-    for index in range(config.num_hidden_layers):
-        geometry = config.layer_geometry(index)
-        if geometry == previous:
-            rows[-1]["layers"] = f"{rows[-1]['layers'].partition('–')[0]}–{index}"
-            continue
-        previous, cached = geometry, config.cached_geometry(index)
+    for geometry, alike in groupby(range(config.num_hidden_layers), config.layer_geometry):
+        index, *others = alike
+        cached = config.cached_geometry(index)
         keys = ("kept beside the latent" if cached.has_rope_cache else "from the latent", "cached")
         rows.append(
             {
-                "layers": str(index),
+                "layers": f"{index}–{others[-1]}" if others else str(index),
                 **geometry.to_dict(),
                 "rotary_keys": keys[geometry.has_rope_cache],
                 "bytes_per_token_and_layer": cached.cache_bytes_per_token(dtype.itemsize),

@@ -273,11 +273,8 @@ def _byte_blocks(evidence: Evidence) -> Iterator[Block]:
             worst = plots.worst_losses(rows, cache)
             lengths |= worst.keys()
             whose = "source" if cache.startswith("source") else name
-            line = {
-                "model": whose,
-                "cache": cache.removeprefix("source, "),
-                "share": row.get("cache_share", shares.get(name)),
-            }
+            line = {"model": whose, "cache": cache.removeprefix("source, ")}
+            line["share"] = row.get("cache_share", shares.get(name))
             found[whose, cache] = line | {str(length): ratio for length, ratio in worst.items()}
     if not found:
         return

@@ -59,15 +59,12 @@ def loss_by_position(conversions: Named) -> list[Picture]:
         found = [(row["first"], _number(row["perplexity_ratio"])) for row in rows]
         return [*found, (rows[-1]["stop"], found[-1][1])]
 
-    ends = []
-    for place in (0, -1):
-        of_text = [
-            [row for row in rows if row["text"] == text]
-            for rows in conversions.values()
-            for text in {row["text"] for row in rows}
-        ]
-        ends.append(max((_number(parts[place]["perplexity_ratio"]) for parts in of_text), default=math.nan))
-    said = f"{_change(ends[0])} at its start, {_change(ends[1])} at its end"
+    parts: dict[tuple[str, str], list[float]] = {}  # conversion and text → ratios in the order of the window
+    for name, rows in conversions.items():
+        for row in rows:
+            parts.setdefault((name, row["text"]), []).append(_number(row["perplexity_ratio"]))
+    start, end = (max((ratios[place] for ratios in parts.values()), default=math.nan) for place in (0, -1))
+    said = f"{_change(start)} at its start, {_change(end)} at its end"
     headline = f"Perplexity inside a window, on the worst text: {said}"
     return _by_text(conversions, headline, "position in the window (tokens)", points, "step", "linear")
 
@@ -176,16 +173,10 @@ def loss_by_layer(rows: Sequence[Row]) -> Picture:
         "each layer on the source's inputs": ("output_error", "score_error"),
         "after the converted layers before": ("hidden_error", "stream_output_error"),
     }
-    panels = [
-        Panel(
-            title,
-            "layer",
-            "relative error",
-            [curve(*each) for each in zip(keys, _looks("line"), strict=False)],
-            ("linear", "log2"),
-        )
-        for title, keys in pairs.items()
-    ]
+    panels = []
+    for title, keys in pairs.items():
+        curves = [curve(*each) for each in zip(keys, _looks("line"), strict=False)]
+        panels.append(Panel(title, "layer", "relative error", curves, ("linear", "log2")))
     last = _number(rows[-1].get("hidden_error")) if rows else math.nan
     said = f"{100 * last:.3g} % in the hidden states after the last layer" if math.isfinite(last) else "not finite"
     return Picture(f"Error by layer: {said}", panels, columns=2)
@@ -258,11 +249,8 @@ def largest_batches(rows: Sequence[Row]) -> Picture | None:
     if not points["converted"]:
         return None
     curves = [Curve(side, points[side], "source" if side == "source" else "ours") for side in points]
-    gains = [
-        largest / dict(points["source"])[length]
-        for length, largest in points["converted"]
-        if length in dict(points["source"])
-    ]
+    before = dict(points["source"])
+    gains = [largest / before[length] for length, largest in points["converted"] if length in before]
     said = f": {_span(min(gains), max(gains))} times the source's" if gains else ""
     panel = Panel("largest batch (estimated)", "context (tokens)", "sequences", curves)
     return Picture(f"Largest batch that fits, estimated{said}", [panel], columns=1)

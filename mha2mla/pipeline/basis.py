@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mha2mla.modeling.config import MHA2MLAConfig
 
 LENGTH, TOKENS = 1024, 8192  # most of a calibration window, and of all, that is read
-_JUDGED_TOKENS = 4096  # of these, that predictions over codes are compared on
+_JUDGED_TOKENS = 4096  # the part of them that predictions over codes are compared on
 _CODES = tuple(bits for bits in LATENT_BITS if bits < 16)
 
 
@@ -80,7 +80,7 @@ def losses_of_codes(
         {bits: _second_order(each, basis, quantizer) for bits, quantizer in quantizers.items()}
         for each, basis in zip(statistics, bases, strict=True)
     ]
-    # Of 8 bits both are near rounding, and of a constant latent zero.
+    # Both are near rounding with 8 bits, and zero for a constant latent.
     shares = {bits: max(measured[bits], 0.0) / (sum(each[bits] for each in errors) or 1.0) for bits in _CODES}
     return [{16: 0.0, **{bits: shares[bits] * each[bits] for bits in _CODES}} for each in errors]
 

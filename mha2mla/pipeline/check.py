@@ -109,7 +109,7 @@ class Arguments:
         return folder.name if Path(self.source).exists() else str(self.source)
 
     def say(self, text: str) -> None:
-        """On standard error, where there is one: nobody's listening is no reason to lose a conversion."""
+        """Writes to standard error, where there is one: a closed stream is no reason to lose a conversion."""
         if self.progress:
             with suppress(OSError, ValueError, AttributeError):
                 tqdm.write(text, file=sys.stderr)

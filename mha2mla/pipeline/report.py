@@ -58,9 +58,9 @@ class ConversionReport:
         source, destination: folders.
         source_name: what the caller called the source, a hub id or a folder's last part.
         geometry: of every layer; but for the rank and bits, where ``layers`` says so.
-        cache_numel_per_token, source_cache_numel_per_token: numbers cached per token, all layers.
+        cache_numel_per_token, source_cache_numel_per_token: elements cached per token, all layers.
         cache_bytes_per_token: bytes of these in a cache of 16 bits; latents that are codes with scales and offsets.
-        rotary_numel_per_token: numbers per token, all layers, that a cache adds which keeps rotary keys
+        rotary_numel_per_token: elements per token, all layers, that a cache adds which keeps rotary keys
             (``rotary_key_cache``); 0 where the layout caches them.
         recipe: every key of it.
         searches: what the conversion chose by itself, and what each choice would have lost.

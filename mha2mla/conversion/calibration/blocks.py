@@ -192,7 +192,7 @@ class ActivationStore:
 
     Args:
         blocks: tokens, and how they are cut into windows.
-        hidden_size: numbers per token.
+        hidden_size: elements per token.
         dtype: of the activations (bfloat16 is stored as its bits).
         folder: whose disk the file goes to when one is needed; it has no name there.
         spill_bytes: larger stores go to disk, unless their memory is an accelerator's.

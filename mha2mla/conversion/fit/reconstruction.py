@@ -120,13 +120,10 @@ class _Fit:
         chosen = [tensors[name].detach().to(device, torch.float32) for name in self.names]
         self.vector = torch.cat([tensor.flatten() for tensor in chosen])
         self.rates = torch.cat([_rate(name, tensors).expand(tensors[name].numel()) for name in self.names]).to(device)
-        ends = torch.tensor([tensor.numel() for tensor in chosen]).cumsum(0).tolist()
         self.sizes = [tensor.numel() for tensor in chosen]
-        slices = zip(chosen, [0, *ends[:-1]], ends, strict=True)
+        parts = zip(chosen, self.vector.split(self.sizes), strict=True)
         # Leaves that share the vector's memory: a step in it is seen by the next forward pass.
-        self.leaves = [
-            self.vector[begin:end].view(tensor.shape).detach().requires_grad_() for tensor, begin, end in slices
-        ]
+        self.leaves = [part.view(tensor.shape).detach().requires_grad_() for tensor, part in parts]
         self.constants = {
             name: tensor.detach().to(device, torch.float32 if name == "inv_freq" else problem.inputs.dtype)
             for name, tensor in tensors.items()

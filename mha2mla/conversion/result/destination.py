@@ -154,7 +154,7 @@ def _worked_on(
             done.rename(work)  # killed between the two last renames
         remove(done)
         if not is_folder(temporary):
-            remove(temporary)  # a link that somebody put there is not followed
+            remove(temporary)  # a planted link is not followed
         temporary.mkdir(exist_ok=True)
         _clear(temporary)
     try:
@@ -207,7 +207,7 @@ def _lock(path: Path, destination: Path) -> Iterator[None]:
         except BlockingIOError as error:
             os.close(handle)
             raise DestinationError(f"another process is writing destination {str(destination)!r}") from error
-        # The holder unlinks the file: a lock on an unlinked file would exclude nobody.
+        # The holder unlinks the file: a lock on an unlinked file excludes no other process.
         if path.exists() and os.fstat(handle).st_ino == path.stat().st_ino:
             break
         os.close(handle)

@@ -250,7 +250,7 @@ def unitary_components(spec: SourceSpec, statistics: LayerStatistics, pairs: int
     """
     half, kv_heads = spec.head_dim // 2, spec.num_key_value_heads
     weight = _turn_weight(spec, statistics)
-    # A head that nobody asks at this frequency must stay invertible; its share of the component is then negligible.
+    # A head without queries at this frequency must stay invertible; its share of the component is then negligible.
     floor = 1e-4 * weight.amax(1, keepdim=True) + torch.finfo(torch.float64).tiny
     scale = weight.clamp_min(floor).sqrt()
     covariance = statistics.key_covariance.cpu()

@@ -108,19 +108,18 @@ def faults_of_the_source_named(
     Raises:
         SourceChangedError: naming the file.
     """
+    failed = None
     try:
         yield
-        check_unchanged(folder, before)
-    except SourceChangedError:
-        discard()
-        raise
     except Exception as error:
-        try:
-            check_unchanged(folder, before)
-        except SourceChangedError as changed:
-            discard()
-            raise changed from error
-        raise
+        failed = error
+    try:
+        check_unchanged(folder, before)
+    except SourceChangedError as changed:
+        discard()
+        raise changed from failed
+    if failed is not None:
+        raise failed
 
 
 def check_unchanged(folder: Path, before: dict[str, FileIdentity]) -> None:

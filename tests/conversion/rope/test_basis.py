@@ -12,6 +12,7 @@ from tests.conversion.one_layer import Layer, Recipe, basis_of, frequencies, sha
 
 # A fold treats neighbouring frequencies as one: what it mixes commutes only nearly.
 EXACT = [name for name in selections("shared") if not name.startswith("rorope-")]
+DISTANCES = (0, 1, 7, 30)
 
 
 @pytest.mark.parametrize("selection", EXACT)
@@ -79,9 +80,6 @@ def test_the_mean_phase_is_a_linear_fold_of_the_query(layout, strength, monkeypa
     assert torch.allclose(folded.query_nope, unfolded.query_nope @ turn)
     assert torch.equal(folded.query_rope, unfolded.query_rope)
     assert torch.equal(folded.key_nope, unfolded.key_nope)
-
-
-DISTANCES = (0, 1, 7, 30)
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3-biases-yarn", "phi3-partial", "gemma3-mqa-linear"])
