@@ -41,6 +41,7 @@ MORE = [
     (MLA, 90, 9, 9, 64, 72, 16, 1),  # 9 chunks of rope columns a block: 2.8 kB of spills, once
     (MLA, 90, 64, 1, 960, 64, 16, 1, "half"),
     (MLA, 90, 32, 8, 896, 16, 16, 1),  # pieces of 64 columns
+    (MLA, 90, 7, 7, 960, 72, 64, 1),  # two chunks of rope columns a CTA of a cluster
     (MLA, 90, 16, 1, 1000, 256, 64, 4),
     (MLA, 80, 32, 1, 512, 64, 64, 1),
     (MLA, 80, 32, 1, 1024, 64, 64, 1),

@@ -26,7 +26,7 @@ TILE, EXCHANGE, PIECE, KEY_PIECE, KEY_PRODUCT, PRODUCT, PORTABLE = 1200, 350, 60
 
 CALL_BYTES = 200e6  # latents of the calls that keeps_keys compares
 CHEAP_SHARE = 0.13  # bytes of keys over those of latents, up to which keys are kept for any gain
-FAR_OVER_LEAST, WORTH_BYTES = 2.2, 1.1  # beyond that share: times the least that computing takes, and times keeping
+FAR_OVER_LEAST, WORTH_BYTES = 2.2, 1.08  # beyond that share: times the least that computing takes, and times keeping
 
 
 def _chain(shape: DecodeShape, choice: KernelChoice, has_rope_cache: bool) -> float:
@@ -75,7 +75,7 @@ def keeps_keys(layers: tuple[MLAGeometry, ...]) -> bool:
     """True where layers that cache the latent alone should keep their rotary keys beside it, one answer for all.
 
     Keys are kept where reading them takes less time than computing them on an H200, if they take at most 13 % of the
-    latents' bytes, or if computing takes more than 2.2 times what bytes and products need at least and 1.1 times what
+    latents' bytes, or if computing takes more than 2.2 times what bytes and products need at least and 1.08 times what
     keeping takes. Where no kernel computes keys of 16-bit latents, the bytes alone decide.
     """
     keys = sum(2 * layer.qk_rope_head_dim for layer in layers)

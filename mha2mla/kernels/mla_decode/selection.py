@@ -36,7 +36,7 @@ PIECES = {
     "wide": 448,
     "turns": 128,
 }  # by variant: columns, at most, that are loaded at a time of a CTA's in a cluster
-MAX_ROPE_HALF = 128  # rotary columns that a CTA of a cluster keeps of a tile
+ROPE_CHUNK, MAX_ROPE_HALF = 128, 512  # rotary columns of a tile that a CTA of a cluster loads at a time, and owns
 HEADS_ON_M_THREADS = 512  # its latent is padded to four panels of 64 columns, one piece for each warpgroup's share
 FP8_THREADS = 384  # two warpgroups that compute, one that loads
 PANEL_BYTES = 64 * 128  # one panel: 64 tokens of 128 bytes
@@ -143,13 +143,18 @@ class Halves:
         units: pieces that a tile's columns are streamed in.
         unit: columns of a piece.
         rope_own: rotary columns of a CTA, a multiple of 8.
-        rope_columns: as many in shared memory.
+        rope_columns: as many in shared memory, in one chunk or in several of ``ROPE_CHUNK``.
     """
 
     units: int
     unit: int
     rope_own: int
     rope_columns: int
+
+    @property
+    def rope_chunk(self) -> int:
+        """Rotary columns that are loaded at a time."""
+        return min(self.rope_columns, ROPE_CHUNK)
 
     @property
     def columns(self) -> int:
@@ -164,8 +169,9 @@ def halve(tiling: RowTiling, kv_lora_rank: int, qk_rope_head_dim: int, variant: 
     unit = 64 * max(n for n in range(1, PIECES[variant] // 64 + 1) if panels % n == 0)
     own = -(-(tiling.groups_per_tile * qk_rope_head_dim) // (8 * CLUSTER)) * 8
     padded = 16
-    while padded < own:
+    while padded < own and padded < ROPE_CHUNK:
         padded *= 2
+    padded = -(-own // padded) * padded
     return Halves(panels * 64 // unit, unit, own, padded)
 
 
@@ -174,7 +180,7 @@ def cluster_shared_memory(
 ) -> int:
     """Bytes of shared memory that a CTA allocates (16-bit elements), with 1 KiB for alignment and barriers; ``rope``:
     rotary columns of the queries, and of keys in a slot of their ring, where they are not ``cut``'s."""
-    of_queries, of_keys = rope or (cut.rope_columns, cut.rope_columns)
+    of_queries, of_keys = rope or (cut.rope_columns, cut.rope_chunk)
     queries = tiling.rows * (cut.columns + of_queries)
     rings = 64 * (num_stages * cut.unit + rope_stages * of_keys)
     scores = 2 * 64 * tiling.rows * 4  # of the other CTA, for this tile and the next
@@ -342,7 +348,9 @@ def _swap_ab_cluster(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candi
         return
     for variant, rope_stages, halves in product(PIECES, (3, 2), (6, 5, 4, 3)):
         cut = halve(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, variant)
-        if cut.rope_columns > MAX_ROPE_HALF or (variant == "turns" and warpgroups == 1):
+        # Taking turns, both read every chunk: the ring has to hold a tile's, as takes_turns says.
+        alone = warpgroups == 1 or cut.rope_columns > rope_stages * ROPE_CHUNK
+        if cut.rope_columns > MAX_ROPE_HALF or (variant == "turns" and alone):
             continue
         num_stages = max(cut.units + 1, halves * cut.units // 2)
         used = cluster_shared_memory(tiling, cut, num_stages, rope_stages)

@@ -68,7 +68,8 @@ class Columns:
 
 class Static(Columns, swap_ab_ws.Static):
     cut = property(lambda k: halve(k.tiling, k.d_c, k.d_r, k.choice.variant))
-    rope = property(lambda k: RopeBlocks(1, k.tiling.rows, k.cut.rope_columns, 1, k.cut.rope_columns))
+    rope_chunks = property(lambda k: k.cut.rope_columns // k.cut.rope_chunk)
+    rope = property(lambda k: RopeBlocks(1, k.tiling.rows, k.cut.rope_columns, k.rope_chunks, k.cut.rope_chunk))
 
 
 def allocate(k: Static) -> Buffers:
@@ -235,7 +236,7 @@ def _make(k: Static, types: MLATypes, streaming_registers: int, source: str):
             if k.makes_keys:
                 makers.append((first, make_keys, k, half, work, m, call, thread))
             else:
-                lefts = [tile.column + half * k.cut.rope_own]
+                lefts = [tile.column + half * k.cut.rope_own + u * k.cut.rope_chunk for u in range(k.rope_chunks)]
                 loaders.append((device.stream, work, call.rope_cache, lefts, [m.k_ring], m.k_full, m.k_free))
             loaders.append(
                 (device.stream_queries, work, tile, call.q_latent, m.q_tile, m.q_full, m.q_free, half * k.cut.columns)

@@ -20,7 +20,7 @@ WIDTHS = (520, 576, 640, 768, 896, 960, 1000, 1024)
 
 
 @pytest.mark.parametrize("d_c", WIDTHS)
-@pytest.mark.parametrize("d_r, groups", [(8, 1), (24, 3), (40, 1), (64, 1), (64, 3), (256, 1)])
+@pytest.mark.parametrize("d_r, groups", [(8, 1), (24, 3), (40, 1), (64, 1), (64, 3), (256, 1), (88, 4)])
 def test_halves_partition_the_columns(d_c, d_r, groups):
     """Every column of a tile, latent and rotary, is one CTA's; neither reads more than 64 latent columns too many."""
     tiling = tile_rows(8 * groups, groups, 1, 32, 128)
@@ -34,7 +34,7 @@ def test_halves_partition_the_columns(d_c, d_r, groups):
 def test_scores_of_both_halves_add_up_to_all():
     """Cut as ``load_own_rope_queries`` and ``multiply_latent`` do, with padding and overlapping windows."""
     make = torch.Generator().manual_seed(0)
-    for d_c, d_r in ((520, 40), (1000, 24), (1024, 64), (768, 8)):
+    for d_c, d_r in ((520, 40), (1000, 24), (1024, 64), (768, 8), (960, 504)):
         cut = halve(tile_rows(4, 1, 1, 32, 128), d_c, d_r)
         q, qp = (torch.randn(4, n, generator=make, dtype=torch.float64) for n in (d_c, d_r))
         c, kp = (torch.randn(9, n, generator=make, dtype=torch.float64) for n in (d_c, d_r))

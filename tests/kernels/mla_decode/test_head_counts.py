@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels, select_kernel
+from mha2mla.kernels.mla_decode.selection import DecodeShape, halve, list_kernels, select_kernel
 
 HEADS = (8, 16, 24, 32, 40, 48, 64)
 # num_rope_heads for a number of heads
@@ -44,3 +44,15 @@ def test_several_tokens_of_many_groups_take_few_tiles(heads, groups, kv_lora_ran
     streaming = [choice for choice in list_kernels(shape, 90) if choice.kernel in ("swap_ab_ws", "heads_on_m")]
     assert select_kernel(shape, 90).tiling.num_tiles == min(choice.tiling.num_tiles for choice in streaming)
     assert any(choice.kernel == "heads_on_m" for choice in streaming)
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "kv_lora_rank", "rope", "chunks"),
+    [(7, 7, 960, 72, 2), (60, 5, 640, 56, 2), (40, 40, 640, 8, 2), (32, 8, 960, 8, 1), (32, 32, 1024, 24, 3)],
+)
+def test_many_rope_columns_of_a_cluster_are_one_tile(heads, groups, kv_lora_rank, rope, chunks):
+    """A CTA loads 128 of its rotary columns at a time: more tiles would each read the latent again."""
+    choice = select_kernel(DecodeShape(heads, groups, kv_lora_rank, rope, 64, 1, "bfloat16"), 90)
+    assert (choice.kernel, choice.tiling.num_tiles) == ("swap_ab_cluster", 1), choice.reason
+    cut = halve(choice.tiling, kv_lora_rank, rope)
+    assert cut.rope_columns // cut.rope_chunk == chunks and cut.rope_columns >= cut.rope_own
