@@ -27,6 +27,7 @@ from mha2mla.conversion.fit.reconstruction import (
     reconstruct,
 )
 from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION, tf32_on_cuda
+from mha2mla.conversion.latent.basis import LatentBasis, layer_statistics
 from mha2mla.conversion.latent.rules import SvdJoint
 from mha2mla.conversion.layer import PreparedLayer, converted_biases, finish_layer, prepare_layer
 from mha2mla.conversion.recipe import Recipe
@@ -43,6 +44,7 @@ FIRST_SAMPLE_TOKENS = 8192  # the same where gradient steps follow
 _CUDA_BATCH_TOKENS = 16384  # that a layer sees at a time where launches cost more than the work
 # Share of earlier layers' loss that a layer makes good: the rest is noise to a fit.
 _CORRECTION = 0.5
+_BASIS_TOKENS = 8192  # of a layer's inputs, that the basis of its codes is computed from while it is fitted
 _STATISTICS_TOKENS = 32768  # tokens of the converted stream; a fit needs more text than its initial moments
 
 
@@ -304,13 +306,17 @@ class LayerWalk:
         stored = self.stored(layer, tensors)
         return next((name for name, tensor in stored.items() if not torch.isfinite(tensor).all()), "")
 
-    def empty_attention(self, layer: int) -> nn.Module:
+    def empty_attention(self, layer: int, *, with_codes: bool = False) -> nn.Module:
         """The converted attention of layer ``layer`` without memory; its gradients repeat to the bit."""
         from mha2mla.modeling.attention import MLAAttention
 
+        config = self._config
+        if with_codes:
+            config = deepcopy(config)
+            config.latent_bits = self.geometries[layer].latent_bits
         replaced = deepcopy(self.model.skeleton.model.layers[layer].self_attn)
         with torch.inference_mode(False), torch.device("meta"):
-            return MLAAttention(self._config, layer, replaced).eval().requires_grad_(False)
+            return MLAAttention(config, layer, replaced).eval().requires_grad_(False)
 
     @cached_property
     def _config(self) -> MHA2MLAConfig:
@@ -385,13 +391,31 @@ class _ConvertedWalk:
             return closed_form
         with torch.inference_mode(False):
             weights, forward = self._blend(module, layer), block_forward(self.sequence, layer, module)
+            if self.sequence.geometries[layer].has_codes:
+                tensors = self._basis(layer, forward, weights, tensors).fold(tensors)
+                forward = block_forward(self.sequence, layer, module, with_codes=True)
             problem = ReconstructionProblem(self.stream, self.targets, weights, forward, self.model.device)
             found, reason = self.sequence.reconstruct(layer, problem, tensors, self.recipe.fit)
         fallback = "; ".join(filter(None, (fallback, reason)))
         if found is None:
             return replace(closed_form, fallback=fallback)
+        found.tensors.pop("latent_centers", None)  # the basis of the result is computed when all layers are there
         stored = self.sequence.stored(layer, found.tensors)
         return ConvertedLayer(layer, stored, 0.0, found.loss_before, found.loss_after, found.note, fallback)
+
+    def _basis(
+        self, layer: int, forward: Forward, weights: torch.Tensor, tensors: Mapping[str, torch.Tensor]
+    ) -> LatentBasis:
+        """Basis that codes of the layer have while it is fitted: the recipe's, by the layer's own errors."""
+        stream, device, tensors = self.stream, self.model.device, computed(tensors, self.model)
+        batches = (
+            (stream.gather(part, device, length), weights[part].view(-1, length).to(device))
+            for length, blocks in stream.blocks.spread(_BASIS_TOKENS).items()
+            for part in blocks.split(max(1, self.tokens // stream.blocks.size))
+        )
+        has_rope_cache, seed = self.sequence.geometries[layer].has_rope_cache, self.recipe.calibration.seed
+        statistics = layer_statistics(partial(forward, tensors), batches, layer, has_rope_cache, seed)
+        return self.recipe.basis_rule.basis(statistics, self.recipe.latent.group)
 
     def _run(self, module: nn.Module, layer: int, stream: ActivationStore) -> None:
         with tf32_on_cuda(self.model.device):
@@ -431,11 +455,11 @@ class _ConvertedWalk:
                         self.model.forward_layer(module, layer, self.stream.gather(part, self.model.device, length))
 
 
-def block_forward(sequence: LayerWalk, layer: int, module: nn.Module) -> Forward:
+def block_forward(sequence: LayerWalk, layer: int, module: nn.Module, *, with_codes: bool = False) -> Forward:
     """The decoder layer ``module`` with the converted attention in its place, as a function of that attention's tensors
-    and of windows of the lengths that ``sequence`` has."""
+    and of windows of the lengths that ``sequence`` has; ``with_codes``: over latents as their codes give them back."""
     model, block = sequence.model, module.__class__.__new__(module.__class__)
-    modules = {**module._modules, "self_attn": sequence.empty_attention(layer)}
+    modules = {**module._modules, "self_attn": sequence.empty_attention(layer, with_codes=with_codes)}
     block.__dict__ = {**module.__dict__, "_modules": modules}  # shares all else with ``module``
     # Made once: masks and positions serve every batch.
     arguments = {
@@ -445,9 +469,9 @@ def block_forward(sequence: LayerWalk, layer: int, module: nn.Module) -> Forward
         for length in sequence.windows.window_lengths
     }
 
-    def forward(tensors: Mapping[str, torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
+    def forward(tensors: Mapping[str, torch.Tensor], inputs: torch.Tensor, **others: Any) -> torch.Tensor:
         named = {f"self_attn.{name}": tensor for name, tensor in tensors.items()}
-        return first_output(functional_call(block, named, (inputs,), arguments[inputs.shape[1]]))
+        return first_output(functional_call(block, named, (inputs,), {**arguments[inputs.shape[1]], **others}))
 
     return forward
 

@@ -13,6 +13,7 @@ from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.families import adapter_for
 from mha2mla.conversion.fit import reconstruction
 from mha2mla.conversion.fit.reconstruction import ReconstructionError, reconstruct
+from mha2mla.conversion.latent.basis import layer_statistics
 from mha2mla.conversion.layer import finish_layer, prepare_layer
 from mha2mla.conversion.layer_walk import LayerSteps, LayerWalk, converted_config, token_weights
 from mha2mla.conversion.source.checkpoint import CheckpointReader
@@ -183,6 +184,56 @@ def test_a_full_rank_layer_is_left_alone(case, sources, tmp_path):
     )
     same(fitted, plain)
     assert all(layer.loss_before is None for layer in fitted)
+
+
+CODED = {"layout": "latent", "latent_bits": 3, "kv_lora_rank": 32, "qk_rope_head_dim": 8}
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3"])
+def test_steps_feel_the_codes_and_gradients_pass(case, sources, tmp_path):
+    """Layers are fitted over latents that their codes give back, in a basis that is held: errors are those of codes."""
+    found = []
+
+    def observed(problem, tensors, fit, **keys):
+        inputs = problem.inputs.read(slice(0, 4), CPU)
+        leaves = {name: tensor.float().requires_grad_(name != "inv_freq") for name, tensor in tensors.items()}
+        coded = problem.forward(leaves, inputs)
+        coded.square().sum().backward()
+        assert leaves[encoder].grad.norm() > 0
+        with torch.no_grad():
+            moved = problem.forward(leaves | {"latent_centers": leaves["latent_centers"] + 0.1}, inputs)
+        assert tiny.relative(moved, coded.detach()) > 1e-4  # codes are differences from other centers
+        found.append(reconstruct(problem, tensors, fit, **keys))
+        assert torch.equal(found[-1].tensors["latent_centers"], tensors["latent_centers"])
+        return found[-1]
+
+    encoder = "kv_a_proj.weight" if case == "llama" else "v_a_proj.weight"
+    walks = {}
+    for bits, steps in ((3, LayerSteps(reconstruct=observed)), (16, LayerSteps())):
+        recipe = Recipe(**{**CODED, "latent_bits": bits}, fit_steps=40)
+        walks[bits] = list(sequence(sources(case), recipe, tmp_path, windows=64, steps=steps))
+    assert len(found) == len(walks[3]) and all("latent_centers" not in layer.tensors for layer in walks[3])
+    coded, plain = walks[3][0], walks[16][0]
+    assert coded.loss_before > 1.1 * plain.loss_before
+    # A part of what codes add is mended.
+    assert coded.loss_before - coded.loss_after > 1.3 * (plain.loss_before - plain.loss_after)
+
+
+def test_the_basis_of_a_fit_is_of_the_layer_s_errors():
+    """For out = 2 c A + b the importance is 4 A Aᵀ weighted by token; first tokens do not count."""
+    torch.manual_seed(0)
+    latents, matrix = torch.randn(64, 9, 6), torch.randn(6, 6)
+
+    def forward(inputs, past_key_values):
+        halves = inputs[:, None].split((3, 3), -1)
+        cached = past_key_values.update(*halves, 0)
+        return 2 * torch.cat(cached, -1)[:, 0] @ matrix
+
+    batches = [(part, torch.full(part.shape[:2], 0.25)) for part in latents.split(8)]
+    found = layer_statistics(forward, batches, 0, has_rope_cache=False)
+    assert len(found.rows) <= 64 * 8 and torch.equal(found.first, latents[:, 0])
+    expected = (matrix @ matrix.T).double()
+    assert tiny.relative(found.importance, expected) < 0.2
 
 
 @pytest.mark.parametrize("correction", [0.0, 0.25])

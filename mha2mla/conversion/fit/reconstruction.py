@@ -33,6 +33,7 @@ _CLIP = 2.0  # times the running average of the gradient's norm
 _BASIS_SHARE = 1 / 64  # share of the steps: from as many batches the bases of the gradients are estimated from,
 _BASIS_BATCHES = (8, 32)  # but at least and at most so many
 _WIDEST_BASIS = 4096  # a wider side stays as it is: its eigenvectors cost more than they save
+_HELD = ("inv_freq", "latent_centers")  # buffers
 _CHECKS = 8  # times that the held-out loss is looked at
 _HELD_OUT = 16  # one block of so many, at most so many blocks of a length
 
@@ -116,7 +117,7 @@ class _Fit:
         self.problem, self.start, self.layer = problem, dict(tensors), layer
         self.steps, self.seed = fit.steps, seed * 100_003 + layer
         device = problem.device
-        self.names = [name for name in tensors if name != "inv_freq"]
+        self.names = [name for name in tensors if name not in _HELD]
         chosen = [tensors[name].detach().to(device, torch.float32) for name in self.names]
         self.vector = torch.cat([tensor.flatten() for tensor in chosen])
         self.rates = torch.cat([_rate(name, tensors).expand(tensors[name].numel()) for name in self.names]).to(device)
@@ -125,9 +126,7 @@ class _Fit:
         # Leaves that share the vector's memory: a step in it is seen by the next forward pass.
         self.leaves = [part.view(tensor.shape).detach().requires_grad_() for tensor, part in parts]
         self.constants = {
-            name: tensor.detach().to(device, torch.float32 if name == "inv_freq" else problem.inputs.dtype)
-            for name, tensor in tensors.items()
-            if name not in self.names
+            name: tensor.detach().to(device, torch.float32) for name, tensor in tensors.items() if name in _HELD
         }
         self.bases: list[tuple[torch.Tensor | None, torch.Tensor | None]] = [(None, None)] * len(chosen)
         self.first, self.second = torch.zeros_like(self.vector), torch.zeros_like(self.vector)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -277,6 +277,37 @@ def latent_statistics(model: nn.Module, windows: Tensor, seed: int = 0) -> list[
         model(input_ids=windows.flatten()[::step][:, None].to(model.device), past_key_values=tap, use_cache=True)
     first = [latent[:, 0].float() for latent in tap.latents]
     return [_statistics(torch.cat(latents[i]), torch.cat(gradients[i]), first[i]) for i in range(layers)]
+
+
+def layer_statistics(
+    forward: Callable[..., Tensor],
+    batches: Iterable[tuple[Tensor, Tensor]],
+    layer_idx: int,
+    has_rope_cache: bool,
+    seed: int = 0,
+) -> LatentStatistics:
+    """Statistics of one layer's latent, whose importance is that of its errors for the layer's output.
+
+    E[g gᵀ] of the gradients g of Σ ξ √w out, ξ standard normal, is the curvature of the squared errors' sum, each with
+    its weight w.
+
+    Args:
+        forward: inputs [n, L, hidden] and ``past_key_values`` → outputs [n, L, hidden], without a quantised latent.
+        batches: inputs, and weights [n, L] of a token's squared error.
+        seed: of ξ.
+    """
+    latents, gradients, first = [], [], []
+    for inputs, weights in batches:
+        tap = _GradientTap(layer_idx + 1, has_rope_cache)
+        generator = torch.Generator(inputs.device).manual_seed(seed + len(first))
+        with torch.enable_grad():
+            made = forward(inputs, past_key_values=tap)
+            drawn = torch.randn(made.shape, generator=generator, device=made.device, dtype=made.dtype)
+            (found,) = torch.autograd.grad((made * drawn * weights.sqrt()[..., None]).sum(), tap.zeros)
+        latents.append(tap.latents[0][:, 1:].flatten(0, 1).float())
+        gradients.append(found[:, 1:].flatten(0, 1))
+        first.append(tap.latents[0][:, 0].float())
+    return _statistics(torch.cat(latents), torch.cat(gradients), torch.cat(first))
 
 
 def _statistics(latents: Tensor, gradients: Tensor, first: Tensor) -> LatentStatistics:
