@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import EllipsisType
@@ -39,6 +40,15 @@ def edit_weights(
     path.unlink()
     kept = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not ...}
     save_file(kept, path, {"format": "pt"})
+
+
+def flip_bit(path: Path) -> None:
+    """Changes a bit near the end of a file in place; twice brings it back."""
+    with path.open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-4, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:

@@ -22,6 +22,7 @@ from mha2mla.pipeline import ParityError, prepare, run, verify, write
 from tests.conversion import tiny
 from tests.conversion.tiny import SHORT
 from tests.few import few
+from tests.folders import flip_bit
 
 LAYERS = 6
 RECIPES = {"gradient steps": {"fit.steps": 12, "fit.tokens": 128}, "statistics of the source": {}}
@@ -316,10 +317,7 @@ def test_what_goes_on_is_said_only_where_it_does(source, tmp_path, monkeypatch, 
 
 def test_a_damaged_layer_is_made_anew_and_said_so(source, whole, tmp_path, monkeypatch, capsys):
     convert(source, tmp_path / "out", 4, monkeypatch)
-    path = tmp_path / ".out.mha2mla-tmp" / "work" / "layer-00001.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-3] ^= 1
-    path.write_bytes(bytes(content))
+    flip_bit(tmp_path / ".out.mha2mla-tmp" / "work" / "layer-00001.safetensors")
     assert convert(source, tmp_path / "out", progress=True).resumed_layers == 3
     assert "layer-00001.safetensors in" in capsys.readouterr().err
     assert weights(tmp_path / "out") == whole
@@ -370,14 +368,11 @@ def test_layers_of_a_changed_source_are_not_used_whatever_its_times_say(tmp_path
     weight = source / "model.safetensors"
     os.utime(weight, ns=(1, 1))
     convert(source, tmp_path / "out", 1, monkeypatch)
-    content = bytearray(weight.read_bytes())
-    content[-2] ^= 1
-    weight.write_bytes(bytes(content))
+    flip_bit(weight)
     os.utime(weight, ns=(1, 1))
     with pytest.raises(ResumeError, match="differs in source.model.safetensors"):
         convert(source, tmp_path / "out")
-    content[-2] ^= 1
-    weight.write_bytes(bytes(content))
+    flip_bit(weight)
     assert convert(source, tmp_path / "out").resumed_layers == 1
 
 

@@ -21,7 +21,7 @@ from mha2mla.pipeline import prepare, run, verify
 from tests.conversion import tiny
 from tests.conversion.tiny import SHORT, convert, relative
 from tests.few import few
-from tests.folders import WEIGHTS, edit_json, read_json
+from tests.folders import WEIGHTS, edit_json, flip_bit, read_json
 
 LOW_RANK_NAMES = tuple(LowRankRule.names())
 RULES = [(layout, selection) for layout in LAYOUTS for selection in selections(layout)]
@@ -110,11 +110,7 @@ def cut_weights(folder):
 def flip_a_bit_in_place(folder):
     path = folder / "model.safetensors"
     before = path.stat()
-    with path.open("r+b") as file:
-        file.seek(-4, os.SEEK_END)
-        byte = file.read(1)[0]
-        file.seek(-4, os.SEEK_END)
-        file.write(bytes([byte ^ 1]))
+    flip_bit(path)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,12 @@ def converted(folder):
 
 def everything(work):
     return True
+
+
+def assert_refused(match, final, *, overwrite=False):
+    """Before any work."""
+    with pytest.raises(DestinationError, match=match), temporary_folder(final, overwrite=overwrite):
+        raise AssertionError
 
 
 def test_the_final_name_appears_at_the_end(tmp_path):
@@ -134,11 +140,7 @@ def test_links_that_somebody_planted_are_not_followed(tmp_path):
         (folder / "file").write_text("x")
     assert listing(theirs) == ["precious"] and listing(tmp_path) == ["out", "theirs"]
     (tmp_path / ".two.mha2mla-lock").symlink_to(theirs / "precious")
-    with (
-        pytest.raises(DestinationError, match="cannot be written"),
-        temporary_folder(tmp_path / "two", overwrite=False),
-    ):
-        pass
+    assert_refused("cannot be written", tmp_path / "two")
     assert (theirs / "precious").read_text() == "x"
 
 
@@ -196,20 +198,8 @@ def test_work_survives_a_rename_that_fails(tmp_path, monkeypatch):
 
 
 def test_a_second_run_for_the_same_destination_is_refused_while_the_first_works(tmp_path):
-    with temporary_folder(tmp_path / "out", overwrite=False):
-        errors = []
-
-        def second():
-            try:
-                with temporary_folder(tmp_path / "out", overwrite=False):
-                    pass
-            except DestinationError as error:
-                errors.append(str(error))
-
-        thread = threading.Thread(target=second)
-        thread.start()
-        thread.join()
-        assert len(errors) == 1 and "another process is writing" in errors[0]
+    with temporary_folder(tmp_path / "out", overwrite=False), ThreadPoolExecutor() as pool:
+        pool.submit(assert_refused, "another process is writing", tmp_path / "out").result()
     assert listing(tmp_path) == ["out"]
 
 
@@ -219,8 +209,7 @@ def test_a_destination_that_appears_meanwhile_is_not_replaced(tmp_path):
             (tmp_path / "out").mkdir(exist_ok=True)
             (tmp_path / "out" / "theirs").touch()
         assert listing(tmp_path) == ["out"] and listing(tmp_path / "out") == ["theirs"]
-        with pytest.raises(DestinationError, match=expected), temporary_folder(tmp_path / "out", overwrite=overwrite):
-            raise AssertionError  # it is looked at under the lock, before any work
+        assert_refused(expected, tmp_path / "out", overwrite=overwrite)  # it is looked at under the lock
         (tmp_path / "out" / "theirs").unlink()
         (tmp_path / "out").rmdir()
 
@@ -249,11 +238,7 @@ def test_destinations_are_refused_before_work_and_nothing_is_made(tmp_path, monk
     check_destination(tmp_path / "there", source, overwrite=True)
     check_destination(tmp_path / "new" / "deeper", source, overwrite=False)
     assert listing(tmp_path) == before
-    with (
-        pytest.raises(DestinationError, match="cannot be written"),
-        temporary_folder(tmp_path / "file" / "below", overwrite=False),
-    ):
-        pass
+    assert_refused("cannot be written", tmp_path / "file" / "below")
 
 
 def test_only_what_is_empty_or_converted_may_be_replaced(tmp_path):
@@ -289,8 +274,7 @@ def test_a_folder_with_files_of_the_user_is_not_replaced(tmp_path):
     expected = "holds .git, empty, model.bin, model.safetensors, photos and 4 more, which no conversion writes"
     with pytest.raises(DestinationError, match=expected):
         check_destination(out, tmp_path / "source", overwrite=True)
-    with pytest.raises(DestinationError, match=expected), temporary_folder(out, overwrite=True):
-        raise AssertionError
+    assert_refused(expected, out, overwrite=True)
     assert sorted(out.rglob("*")) == before
 
 
@@ -325,7 +309,6 @@ def test_a_read_only_parent_is_refused(tmp_path):
     else:
         parent = tmp_path / "locked"
         parent.mkdir(mode=0o500)
-    with pytest.raises(DestinationError, match="cannot be written"), temporary_folder(parent / "out", overwrite=False):
-        pass
+    assert_refused("cannot be written", parent / "out")
     with pytest.raises(DestinationError, match="cannot be written"):
         check_destination(parent / "out", tmp_path, overwrite=False)
