@@ -36,7 +36,8 @@ PIECES = {
     "wide": 448,
     "turns": 128,
 }  # by variant: columns, at most, that are loaded at a time of a CTA's in a cluster
-ROPE_CHUNK, MAX_ROPE_HALF = 128, 512  # rotary columns of a tile that a CTA of a cluster loads at a time, and owns
+ROPE_CHUNK = 128  # rotary columns of a tile that a CTA of a cluster loads at a time
+MAX_ROPE_HALF = 512  # and that it owns
 HEADS_ON_M_THREADS = 512  # its latent is padded to four panels of 64 columns, one piece for each warpgroup's share
 FP8_THREADS = 384  # two warpgroups that compute, one that loads
 PANEL_BYTES = 64 * 128  # one panel: 64 tokens of 128 bytes
