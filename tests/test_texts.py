@@ -34,23 +34,17 @@ def test_a_file_is_read_as_utf8(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "named"),
-    [(b"", "is empty"), (b" \n ", "is empty"), ("Grüße".encode("latin-1"), "is not UTF-8"), (None, "is no file")],
+    ("name", "named"),
+    [
+        *(("builtin:novel", "unknown"), ("hf:", "malformed"), ("hf:a:b:c:d:e", "malformed"), ("absent", "is no file")),
+        *(("empty", "is empty"), ("blank", "is empty"), ("latin", "is not UTF-8")),
+    ],
 )
-def test_a_bad_file_is_named(tmp_path, content, named):
-    path = tmp_path / "text"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(ValueError, match=named) as error:
-        load_text(path)
-    assert str(path) in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "named"), [("builtin:novel", "unknown"), ("hf:", "malformed"), ("hf:a:b:c:d:e", "malformed")]
-)
-def test_a_bad_name_is_refused(name, named):
-    with pytest.raises(ValueError, match=named):
+def test_a_bad_text_is_named(name, named, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for file, content in (("empty", b""), ("blank", b" \n "), ("latin", "Grüße".encode("latin-1"))):
+        (tmp_path / file).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{name}.* {named}"):
         load_text(name)
 
 
