@@ -51,8 +51,9 @@ class Clock(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-def start(folder: str, shape: str = "llama-3-8b", device: str = "cuda") -> None:
+def start(folder: str, shape: str = "llama-3-8b", device: str = "cuda", cores: int | None = None) -> None:
     """One process: prints its row as JSON."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
     from mha2mla.trial_models import converted_config, random_model, source_config
 
     torch.manual_seed(0)
@@ -74,8 +75,7 @@ def begin(name: str, folder: str, shape: str, device: str) -> tuple[subprocess.P
     env = {**os.environ, "TILELANG_CACHE_DIR": folder}
     env |= {"MHA2MLA_COMPILE_PROCESSES": "0"} if name == "serial" else {}
     words = [sys.executable, __file__, "start", folder, "--shape", shape, "--device", device]
-    if (cores := ROWS[name]) is not None and hasattr(os, "sched_getaffinity"):
-        words = ["taskset", "--cpu-list", ",".join(map(str, sorted(os.sched_getaffinity(0))[:cores])), *words]
+    words += [] if ROWS[name] is None else ["--cores", str(ROWS[name])]
     return subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True), time.perf_counter()
 
 
