@@ -56,7 +56,7 @@ def verify(
         for each, span in zip(held_out, spans, strict=True)
     ]
     error = parities[0].logits_relative_error
-    if exact is not None and config.layer_geometry(0).has_codes:
+    if exact is not None and any(config.layer_geometry(layer).has_codes for layer in range(config.num_hidden_layers)):
         config.latent_bits = 16
         error = compared(held_out[0].tokens, by_layer=False, progress=False).logits_relative_error
     converted.source.release()

@@ -214,6 +214,10 @@ def test_a_layer_of_full_rank_has_the_bias_of_others(tmp_path):
     tiny.convert(source, tmp_path / "out", recipe, **texts)
     layers = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).model.layers
     assert [bool(layer.self_attn.o_proj.bias.any()) for layer in layers] == [False, True]
+    mixed = {"latent_ranks": [64, 64], "latent_bits": [16, 3]}
+    recipe = Recipe(layout="latent", kv_lora_rank=32, qk_rope_head_dim=32, **mixed, **SHORT)
+    report = tiny.convert(source, tmp_path / "mixed", recipe, **texts)  # exact but for codes, which parity leaves out
+    assert report.parity.kl > 1e-4
 
 
 def test_ranks_may_be_given(source, tmp_path):
