@@ -72,7 +72,7 @@ FAULTS = tuple(
 -positions = torch.arange(latent.shape[1], device=latent.device) + first
 +positions = torch.arange(latent.shape[1], device=latent.device) + 0 * first
 # "auto" goes by the first layer alone
-@ mha2mla/modeling/config.py
+@ mha2mla/kernels/mla_decode/cost.py
 ? tests/modeling/test_rotary_key_cache.py -k auto_rule
 -latents = sum(layer.cache_bytes_per_token(2) for layer in layers)
 +latents = len(layers) * layers[0].cache_bytes_per_token(2)

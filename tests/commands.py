@@ -27,6 +27,12 @@ def parse(*argv: str) -> dict[str, Any]:
     return app.parse_args(argv, exit_on_error=False, print_error=False)[1].arguments
 
 
+def python(code: str, *argv: str) -> subprocess.CompletedProcess:
+    """``python -c`` at the root of the repository, in a process of its own."""
+    command = [sys.executable, "-c", code, *argv]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+
+
 def command(*argv: str, **environment: str) -> subprocess.CompletedProcess:
     """``python -m mha2mla`` in a process of its own, which imports nothing that takes seconds."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONPROFILEIMPORTTIME": "1", **environment}

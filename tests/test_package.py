@@ -2,14 +2,14 @@
 
 import re
 import subprocess
-import sys
 import tomllib
 from importlib.metadata import PackageNotFoundError, metadata, version
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.commands import ROOT, python
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -56,7 +56,7 @@ def test_import_brings_no_kernel_compiler_and_no_cuda():
         "from transformers import CONFIG_MAPPING\n"
         "assert CONFIG_MAPPING['mha2mla'].model_type == 'mha2mla'\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    done = python(code)
     assert done.returncode == 0, done.stderr
 
 

@@ -63,7 +63,7 @@ def attention_combine_reference(
 
     Shapes as in :func:`mha2mla.kernels.attention_combine`. float64 arithmetic for float64 outputs, else float32.
     """
-    arithmetic = torch.float64 if partial_out.dtype == torch.float64 else torch.float32
+    arithmetic = accumulator(partial_out.dtype)
     lse = partial_lse.to(arithmetic)
     if num_splits is not None:
         place = torch.arange(lse.shape[0], device=lse.device)[:, None]

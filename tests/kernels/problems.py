@@ -17,6 +17,7 @@ from mha2mla.kernels.mla_decode.api import FP8, GROUP_CODES
 from mha2mla.kernels.split_kv.choice import FIELDS, Column, KernelChoice
 from mha2mla.kernels.split_kv.op import PagedOp
 from mha2mla.kernels.split_kv.reference import Fragment, Span, attended_span, plan_fragments, write_schedule
+from mha2mla.testing.numeric_check import errors
 from mha2mla.testing.problems import UNUSED_PAGE, GQAProblem, PagedProblem, Problem, exact, judge, sequences
 
 NO_WINDOW = 2**30  # as launch.py, which imports TileLang
@@ -213,5 +214,4 @@ def per_head(tokens, heads, weights, inner, outer, dtype=torch.float32, device="
 
 def assert_as_near_as_torch(out, plain, exact):
     """At most twice the error of ``plain``, torch's at the same dtype, against float64."""
-    error, torchs = (float((each.double() - exact).norm() / exact.norm()) for each in (out, plain))
-    assert error <= 2 * torchs
+    assert errors(out, exact)[0] <= 2 * errors(plain, exact)[0]

@@ -15,6 +15,7 @@ from mha2mla.testing.kernel_check import draw_cases
 from mha2mla.testing.numeric_check import errors
 from mha2mla.testing.problems import GQAProblem, GroupCodesProblem, LatentProblem, PagedProblem, Problem, exact
 from tests.few import few
+from tests.gpu import graph_of, no_waits
 from tests.kernels.problems import (
     CodesProblem,
     assert_right,
@@ -349,9 +350,7 @@ def test_a_graph_captured_at_one_length_serves_others(problem, window, sinks):
 
     step()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        _, lse = step()
+    graph, (_, lse) = graph_of(step)
     for lengths, starts in (
         ((1, 0, 1400), (0, 0, 3)),
         ((64, 65, 0), (10, 0, 0)),
@@ -394,13 +393,10 @@ def test_no_host_synchronisation(problem):
     inputs = problem.inputs(torch.bfloat16, CUDA)
     plan = problem.plan(inputs, "tilelang")
     decode(problem, inputs, plan=plan, backend="tilelang")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         plan.refresh(inputs["cache_seqlens"], inputs["cache_starts"])
         decode(problem, inputs, plan=plan, backend="tilelang")
         decode(problem, inputs, backend="tilelang")
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 SIX = (0, 1, 65, 700, 64)

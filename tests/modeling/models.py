@@ -220,14 +220,15 @@ def tokens(batch: int, length: int) -> torch.Tensor:
     return torch.randint(3, SIZES["vocab_size"], (batch, length))
 
 
+def left_mask(length: int, *paddings: int) -> torch.Tensor:
+    """An attention mask [B, length] whose rows begin with so many zeros."""
+    return (torch.arange(length) >= torch.tensor(paddings)[:, None]).long()
+
+
 def padded(*lengths: int) -> dict[str, torch.Tensor]:
     """A left-padded batch of random prompts, as generate takes it."""
-    total = max(lengths)
-    ids, mask = tokens(len(lengths), total), torch.ones(len(lengths), total, dtype=torch.long)
-    for row, length in enumerate(lengths):
-        ids[row, : total - length] = SIZES["pad_token_id"]
-        mask[row, : total - length] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+    mask = left_mask(max(lengths), *(max(lengths) - length for length in lengths))
+    return {"input_ids": tokens(*mask.shape) * mask + SIZES["pad_token_id"] * (1 - mask), "attention_mask": mask}
 
 
 def relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:

@@ -2,13 +2,11 @@
 
 import copy
 import gc
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.commands import python
 from tests.modeling import models
 from tests.modeling.test_captured import MODES
 from tests.modeling.test_gpu import batch, make
@@ -185,8 +183,7 @@ print("the same, and alive", flush=True)
 def test_a_module_that_cannot_be_captured():
     """One warning, the same tokens, and a device that goes on, captures of another model included; in a process of its
     own."""
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", FAILS], cwd=root, capture_output=True, text=True, timeout=300)
+    done = python(FAILS)
     assert done.returncode == 0 and "the same, and alive" in done.stdout, done.stderr[-2000:]
 
 

@@ -25,10 +25,7 @@ FROZEN = pytest.mark.skipif(
 @torch.no_grad()
 def test_one_full_graph_serves_all_lengths(case, padded):
     model = models.mla_model(case, attention_backend="mla_reference")
-    ids, mask = models.tokens(2, 24), None
-    if padded:
-        mask = torch.ones_like(ids)
-        mask[1, :6] = 0
+    ids, mask = models.tokens(2, 24), models.left_mask(24, 0, 6) if padded else None
 
     def seen(length, cache):
         """The mask as generate hands it over."""
@@ -85,8 +82,7 @@ def test_fresh_model_compiles_in_one_graph(case, use_cache):
     model = models.mla_model(case)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for length in (11, 7):
-        ids, mask = models.tokens(2, length), torch.ones(2, length, dtype=torch.long)
-        mask[0, :3] = 0
+        ids, mask = models.tokens(2, length), models.left_mask(length, 3, 0)
         prompt = {"input_ids": ids, "attention_mask": mask, "use_cache": use_cache}
         with torch.no_grad():
             out, expected = compiled(**prompt), model(**prompt)
@@ -148,10 +144,8 @@ def test_generate_compiles_its_step(case, form):
     compile_config = CompileConfig(fullgraph=True, backend=backend, mode=None)
     compile_config._compile_all_devices = True
     for length in (11, 9):
-        ids, mask = models.tokens(2, length), torch.ones(2, length, dtype=torch.long)
-        ids[1, :4], mask[1, :4] = 0, 0
-        options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
-        expected = model.generate(ids, use_cache=False, **options)
-        out = model.generate(ids, cache_implementation="static", compile_config=compile_config, **options)
+        options = models.padded(length, length - 4) | {"max_new_tokens": 8, "do_sample": False}
+        expected = model.generate(use_cache=False, **options)
+        out = model.generate(cache_implementation="static", compile_config=compile_config, **options)
         assert torch.equal(out, expected)
     assert len(graphs) == 1

@@ -61,9 +61,7 @@ def test_one_plan_for_all_layers_and_all_steps(static, case, width, refreshed, u
     cache = LatentCache(model.config, max_cache_len=32 if static else None, page_size=32)
     kept, start = {}, 0
     for stop in (11, 12, 13, 16, 17, 20):
-        mask = torch.ones(2, stop, dtype=torch.long)
-        mask[1, :3] = 0
-        model(ids[:, start:stop], attention_mask=mask, past_key_values=cache)
+        model(ids[:, start:stop], attention_mask=models.left_mask(stop, 0, 3), past_key_values=cache)
         if start:
             ((plan, lengths, starts),) = refreshed
             assert lengths == [stop, stop] == cache.layers[0].cache_seqlens.tolist() and starts == [0, 3]

@@ -49,8 +49,7 @@ def test_several_tokens_under_a_window_are_absorbed(case, query_length, monkeypa
     calls = absorbed_calls(monkeypatch)
     model = models.mla_model(case)
     ids = models.tokens(2, 5 + 4 * query_length)
-    mask = torch.ones_like(ids)
-    mask[1, :4] = 0
+    mask = models.left_mask(ids.shape[1], 0, 4)
     logits = {}
     for form in ("expanded", "absorbed"):
         model.config.attention_backend = models.FORMS[form]
@@ -125,8 +124,7 @@ def test_queries_are_absorbed_where_that_is_cheaper(monkeypatch):
 def test_a_backend_by_name_serves_prompts_too(case, monkeypatch):
     """Padded prompts, and chunks of them over what is cached; nothing is left to the attention implementation."""
     model = models.mla_model(case)
-    ids, mask = models.tokens(3, 40), torch.ones(3, 40, dtype=torch.long)
-    mask[1, :5], mask[2, :14] = 0, 0
+    ids, mask = models.tokens(3, 40), models.left_mask(40, 0, 5, 14)
     expected = model(ids, attention_mask=mask, use_cache=False).logits
     model.config.attention_backend = "mla_reference"
     monkeypatch.setattr(type(model.model.layers[0].self_attn), "_expanded", None)

@@ -34,13 +34,10 @@ def test_logits_are_the_sources(case, implementation, rope_from_latent, build):
 def test_greedy_tokens_of_a_padded_batch(case, rope_from_latent, build):
     source = models.source_model(case)
     model = build(full_rank(source, rope_from_latent=rope_from_latent))
-    ids, mask = models.tokens(3, 12), torch.ones(3, 12, dtype=torch.long)
-    for row, padding in enumerate((0, 5, 11)):
-        ids[row, :padding], mask[row, :padding] = 0, 0
-    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
-    expected = source.generate(ids, **options)
+    options = models.padded(12, 7, 1) | {"max_new_tokens": 12, "do_sample": False}
+    expected = source.generate(**options)
     for implementation in ("dynamic", "static"):
-        assert torch.equal(model.generate(ids, cache_implementation=implementation, **options), expected)
+        assert torch.equal(model.generate(cache_implementation=implementation, **options), expected)
 
 
 @pytest.mark.parametrize("case", ["mistral", "mixtral", "qwen3-moe", "gemma3"])  # no value bias, RoPE in bfloat16

@@ -1,14 +1,14 @@
 """The model on a GPU: the TileLang kernel behind it, CUDA graphs, compilation, no look at the device."""
 
 import copy
-import subprocess
-import sys
-from pathlib import Path
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from mha2mla.modeling import LatentCache, MHA2MLAForCausalLM
+from tests.commands import python
+from tests.gpu import graph_of, no_waits
 from tests.modeling import models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -54,10 +54,7 @@ def make(case: str, **source_keys) -> MHA2MLAForCausalLM:
 
 def batch(length: int, *paddings: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Ids, mask and positions of a left-padded batch."""
-    ids = models.tokens(len(paddings), length).cuda()
-    mask = torch.ones_like(ids)
-    for row, padding in enumerate(paddings):
-        mask[row, :padding] = 0
+    ids, mask = models.tokens(len(paddings), length).cuda(), models.left_mask(length, *paddings).cuda()
     return ids, mask, (mask.cumsum(1) - 1).clamp(min=0)
 
 
@@ -103,16 +100,10 @@ def test_a_step_in_a_cuda_graph(model):
     def step() -> torch.Tensor:
         return model(token, attention_mask=whole, position_ids=here, past_key_values=cache).logits
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step()
-            cache.crop(-1)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    for _ in range(2):
+        step()
+        cache.crop(-1)
+    graph, captured = graph_of(step)
     logits = []
     for t in range(60, 90):
         token.copy_(ids[:, t : t + 1])
@@ -130,11 +121,8 @@ def test_no_synchronisation_in_a_step(model, max_cache_len):
     cache = LatentCache(model.config, max_cache_len=max_cache_len)
     for start, stop in ((0, 60), (60, 61), (61, 62)):
         part = slice(start, stop)
-        torch.cuda.set_sync_debug_mode("error" if start == 61 else "default")
-        try:
+        with no_waits() if start == 61 else nullcontext():
             model(ids[:, part], attention_mask=mask[:, :stop], position_ids=position[:, part], past_key_values=cache)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 @torch.no_grad()
@@ -182,33 +170,13 @@ def test_flex_attention_compiled(model):
     torch._dynamo.reset()
 
 
-HOLE = """
-import torch
+ONE_TOKEN_STEP = """
+import sys, torch
 from tests.modeling import models
 from mha2mla.modeling import LatentCache
-model = models.mla_model("no nope", attention_backend="mla_reference").cuda()
-ids, mask = models.tokens(2, 12).cuda(), torch.ones(2, 12, dtype=torch.long, device="cuda")
-mask[1, 4:6] = 0
-with torch.no_grad():
-    cache = LatentCache(model.config)
-    model(ids[:, :11], past_key_values=cache)
-    model(ids[:, 11:], attention_mask=torch.ones_like(mask), past_key_values=cache)
-    torch.cuda.synchronize()
-    cache.crop(-1)
-    print("no hole, no error", flush=True)
-    model(ids[:, 11:], attention_mask=mask, past_key_values=cache)
-    torch.cuda.synchronize()
-print("not refused", flush=True)
-"""
-
-
-GAP = """
-import torch
-from tests.modeling import models
-from mha2mla.modeling import LatentCache
-model = models.mla_model("latent", attention_backend="mla_reference").cuda()
-ids, mask = models.tokens(2, 12).cuda(), torch.ones(2, 12, dtype=torch.long, device="cuda")
-mask[1, :4] = 0
+case, hole, gap = sys.argv[1], slice(*map(int, sys.argv[2:4])), int(sys.argv[4])
+model = models.mla_model(case, attention_backend="mla_reference").cuda()
+ids, mask = models.tokens(2, 12).cuda(), models.left_mask(12, 0, 4 if gap else 0).cuda()
 positions = (mask.cumsum(1) - 1).clamp(min=0)
 with torch.no_grad():
     cache = LatentCache(model.config)
@@ -217,24 +185,24 @@ with torch.no_grad():
     torch.cuda.synchronize()
     cache.crop(-1)
     print("no hole, no error", flush=True)
-    model(ids[:, 11:], attention_mask=mask, position_ids=positions[:, 11:] + 1, past_key_values=cache)
+    mask[1, hole] = 0
+    model(ids[:, 11:], attention_mask=mask, position_ids=positions[:, 11:] + gap, past_key_values=cache)
     torch.cuda.synchronize()
 print("not refused", flush=True)
 """
 
 
 @pytest.mark.parametrize(
-    ("script", "message"),
+    ("wrong", "message"),
     [
-        (HOLE, "attention_mask hides tokens between visible ones"),
-        (GAP, "position_ids do not count on from each row's first visible token"),
+        ("no nope,4,6,0", "attention_mask hides tokens between visible ones"),
+        ("latent,0,0,1", "position_ids do not count on from each row's first visible token"),
     ],
     ids=["hole", "gap"],
 )
-def test_device_refuses_a_hole_in_a_one_token_step(script, message):
+def test_device_refuses_a_hole_in_a_one_token_step(wrong, message):
     """In a process of its own, whose CUDA context does not survive it."""
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=300)
+    done = python(ONE_TOKEN_STEP, *wrong.split(","))
     assert done.returncode != 0 and "no hole, no error" in done.stdout and "not refused" not in done.stdout
     assert message in done.stderr
 
@@ -248,3 +216,42 @@ def test_the_reference_generates_as_no_cache_does(case):
     expected = model.generate(ids, use_cache=False, **options)
     assert torch.equal(model.generate(ids, **options), expected)
     assert torch.equal(model.generate(ids, cache_implementation="static", disable_compile=True, **options), expected)
+
+
+@pytest.mark.parametrize("case", ["per-group", "shared", "latent"])
+@torch.no_grad()
+def test_window_kernels_are_as_accurate_as_masks(case):
+    """A window of the user's, with attention sinks: prompts, drafts and single tokens of a padded batch; then a ragged
+    batch; then captured steps of generate."""
+    model = make(case)
+    model.config.attention_window, model.config.num_sink_tokens = 70, 5
+    exactly, inputs = copy.deepcopy(model).float(), batch(330, 0, 7, 190)
+    for prefill, step in ((290, 1), (90, 8), (30, 100)):
+        exact = decode(exactly, inputs, prefill, "expanded", step)
+        found, masked = (decode(model, inputs, prefill, form, step) for form in ("auto", "expanded"))
+        torch_error = models.relative_error(masked[:2], exact[:2])
+        assert models.relative_error(found[:2], exact[:2]) < 1.5 * torch_error < 0.1
+
+    exactly.config.attention_backend = "mla_expanded"
+    exact = exactly(inputs[0][:1], use_cache=False).logits[0]
+    cache, done = model.paged_cache(num_pages=8), 0
+    sequence, logits = cache.open(), []
+    for length in (200, 1, 3, 90, 36):
+        step = cache.step(cache.extend({sequence: length}))
+        logits.append(model.forward_batch(inputs[0][0, done : done + length], step, all_logits=True))
+        done += length
+    assert models.relative_error(torch.cat(logits), exact) < 1.5 * torch_error
+
+    given = {"input_ids": inputs[0], "attention_mask": inputs[1], "do_sample": False, "max_new_tokens": 30}
+
+    def generate(**options) -> torch.Tensor:
+        out = model.generate(**given, output_logits=True, return_dict_in_generate=True, **options)
+        assert options.get("capture") is False or len(out.past_key_values.captured) == 1
+        return torch.stack(out.logits)
+
+    uncaptured = generate(capture=False)
+    assert models.relative_error(uncaptured[0, 0], exact[-1]) < 1.5 * torch_error
+    assert torch.equal(generate(), uncaptured)
+    model.config.num_sink_tokens, model.config.attention_window = 0, None
+    assert torch.equal(generate(attention_window=70, num_sink_tokens=5), uncaptured)
+    assert models.relative_error(generate()[0, 0], exact[-1]) > 2 * torch_error, "the window is one call's"

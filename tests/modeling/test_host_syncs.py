@@ -91,9 +91,7 @@ def test_a_one_token_step_reads_nothing(static, masked, placed, case, as_on_a_gp
     """Positions are the model's own to find, as when a caller passes tokens and a cache and nothing else; or given, as
     ``generate`` gives them."""
     model = models.mla_model(case, attention_backend="mla_reference")
-    ids, mask = models.tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
-    if masked:
-        mask[1, :3] = 0
+    ids, mask = models.tokens(2, 12), models.left_mask(12, 0, 3 if masked else 0)
     expected = model(ids, attention_mask=mask).logits[:, 10:]
     cache = LatentCache(model.config, max_cache_len=16 if static else None, page_size=16)
     positions = (mask.cumsum(1) - 1).clamp(min=0)

@@ -56,8 +56,7 @@ def test_chunks_of_any_size_are_one_model(case, form, chunks):
 def test_padding_static_caches_and_kept_keys(bits, static, keys):
     """Kept rotary keys are those of the codes."""
     model, ids = coded_model(bits=bits, rotary_key_cache=keys), models.tokens(3, 29)
-    mask = torch.ones_like(ids)
-    mask[1, :6], mask[2, :13] = 0, 0
+    mask = models.left_mask(29, 0, 6, 13)
     rows = [model(ids[i : i + 1, (mask[i] == 0).sum() :], use_cache=False).logits[0] for i in range(3)]
     cache = LatentCache(model.config, max_cache_len=29 if static else None, page_size=16)
     found = models.logits_of_calls(model, cache, ids, CHUNKS["chunks"], mask)[mask.bool()]

@@ -19,7 +19,7 @@ from mha2mla.modeling.config import AUTO_MAP, CODE_FILES
 from mha2mla.serving.export import export
 from tests.conversion import tiny
 from tests.modeling.full_rank import full_rank
-from tests.modeling.models import TOLERANCE, as_file, mla_model, relative_error, source_model, tokens
+from tests.modeling.models import TOLERANCE, as_file, left_mask, mla_model, relative_error, source_model, tokens
 
 RUN = """
 import importlib.abc, json, sys
@@ -73,8 +73,7 @@ def folders(root: Path) -> list[Path]:
 @torch.no_grad()
 def test_folders_run_without_the_package(tmp_path):
     torch.manual_seed(0)
-    expected, mask = {}, torch.ones(2, 12, dtype=torch.long)
-    mask[0, :3] = 0
+    expected, mask = {}, left_mask(12, 3, 0)
     for folder in folders(tmp_path):
         assert {name for name in CODE_FILES if (folder / name).is_file()} == set(CODE_FILES)
         assert json.loads((folder / "config.json").read_text())["auto_map"] == AUTO_MAP

@@ -8,21 +8,17 @@ import torch
 from mha2mla.modeling import MHA2MLAForCausalLM, SequenceBatch
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.registry import AttentionConstants, GQAGeometry
+from tests.gpu import graph_of, no_waits
 from tests.modeling import models
 from tests.modeling.test_backends import AttentionLayer
-from tests.modeling.test_gpu import CASES
+from tests.modeling.test_gpu import CASES, make
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(params=["per-group", "latent", "kept"])
 def model(request) -> MHA2MLAForCausalLM:
-    """bfloat16, two layers, 6 query and 2 kv heads of width 64."""
-    source = models.source_config("llama", hidden_size=384, head_dim=64, initializer_range=0.05)
-    config = models.mla_config(
-        "per-group", source_config=source.to_dict(), v_head_dim=64, softmax_scale=0.125, **CASES[request.param]
-    )
-    return models.randomise(MHA2MLAForCausalLM(config).eval()).to("cuda", torch.bfloat16)
+    return make(request.param)
 
 
 @torch.no_grad()
@@ -36,11 +32,8 @@ def steps(model, ids, plan) -> torch.Tensor:
         batch = cache.extend(dict(zip(sequences, counts, strict=True)))
         new = [ids[i, done[i] : done[i] + count] for i, count in enumerate(counts)]
         step = cache.step(batch)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits():
             logits = model.forward_batch(batch.flatten(new), step, all_logits=True)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         for i, mine in enumerate(batch.unflatten(logits)):
             out[i].append(mine)
             done[i] += counts[i]
@@ -76,14 +69,8 @@ def test_decode_step_in_a_cuda_graph_with_padding(model):
         step.refresh()
         return model.forward_batch(token, step)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
+    run()
+    graph, captured = graph_of(run)
     for t, sequences in ((80, (first, third)), (81, (third, first)), (80, (second,))):
         before = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors in cache.tensors]
         batch = cache.extend(dict.fromkeys(sequences, 1), max_pages=3, num_sequences=4)

@@ -72,8 +72,7 @@ def test_fuzz_against_the_uncached_forward(seed, monkeypatch):
 def test_compiled_steps_are_asserted_by_the_device(fresh_dynamo):
     """One graph; a step that is refused leaves the cache as it was."""
     model = models.mla_model("latent", attention_backend="mla_reference")
-    ids, mask = models.tokens(2, 16), torch.ones(2, 16, dtype=torch.long)
-    mask[1, :3] = 0
+    ids, mask = models.tokens(2, 16), models.left_mask(16, 0, 3)
     expected = model(ids, attention_mask=mask, use_cache=False).logits
     numbers = (mask.cumsum(1) - 1).clamp(min=0)
     cache = LatentCache(model.config, max_cache_len=16, page_size=16)

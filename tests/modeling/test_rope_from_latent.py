@@ -66,9 +66,7 @@ def test_full_rank_in_bfloat16_is_as_near_as_the_source(case):
 def test_stock_caches_hold_the_latent_alone(case, kind):
     """Left-padded rows, positions that count padding or not, prompts, chunks and single tokens; windows are passed."""
     model, ids, lengths = models.mla_model(case), models.tokens(3, 29), (15, 9, 2)
-    mask = torch.ones_like(ids)
-    for row, length in enumerate(lengths):
-        mask[row, : 15 - length] = 0
+    mask = models.left_mask(29, *(15 - length for length in lengths))
     alone = [model(ids[row : row + 1, 15 - length :], use_cache=False).logits[0] for row, length in enumerate(lengths)]
     for position in ((mask.cumsum(1) - 1).clamp(min=0), torch.arange(29)[None].expand(3, -1), None):
         cache = stock_cache(model, kind, 29)
@@ -118,8 +116,7 @@ def test_positions_that_are_no_places_are_refused():
 def test_device_asserts_where_the_host_does_not_look(monkeypatch):
     """As on a GPU: single tokens, right numbers and wrong ones, padding counted or not."""
     model, ids = models.mla_model("latent"), models.tokens(2, 9)
-    mask = torch.ones_like(ids)
-    mask[1, :3] = 0
+    mask = models.left_mask(9, 0, 3)
     among_shown = (mask.cumsum(1) - 1).clamp(min=0)
     monkeypatch.setattr(modeling_mha2mla, "host_may_look", lambda given, query_length: query_length > 1)
     cache = DynamicCache()

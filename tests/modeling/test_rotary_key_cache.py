@@ -26,8 +26,7 @@ def test_kept_keys_give_computed_logits(case, form, static):
     """Left-padded beside unpadded rows, in float64; other factors on cos and sin per layer; biases of keys of 145."""
     model = models.mla_model(case, rope_attention_scaling=[1.3, 0.8], attention_backend=models.FORMS[form]).double()
     model.model.layers[0].self_attn.k_rope_proj.bias.normal_(std=145)
-    ids, mask = models.tokens(3, 29), torch.ones(3, 29, dtype=torch.long)
-    mask[1, :6], mask[2, :13] = 0, 0
+    ids, mask = models.tokens(3, 29), models.left_mask(29, 0, 6, 13)
     found = {}
     for mode in ("none", "bfloat16"):
         cache = LatentCache(kept(model, mode).config, max_cache_len=29 if static else None, page_size=16)

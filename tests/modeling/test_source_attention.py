@@ -35,8 +35,7 @@ def source(case: str):
 def test_logits_and_greedy_tokens_are_those_of_sdpa(case):
     model = source(case)
     ids = tiny.some_tokens()
-    mask = torch.ones_like(ids)
-    mask[1, :5] = 0
+    mask = models.left_mask(ids.shape[1], 0, 5, 0)
     expected = model(ids, attention_mask=mask, use_cache=False).logits
     prompt = {"input_ids": ids[:, :14], "attention_mask": mask[:, :14]}
     wanted = model.generate(**prompt, **OPTIONS)
@@ -53,8 +52,7 @@ def test_logits_and_greedy_tokens_are_those_of_sdpa(case):
 def test_chunks_of_a_prompt_and_drafts_over_a_cache(case, kind):
     model = source(case)
     ids = tiny.some_tokens()
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
+    mask = models.left_mask(ids.shape[1], 3, 0, 0)
     expected = model(ids, attention_mask=mask, use_cache=False).logits
     model.set_attn_implementation("mha2mla")
     cache = kind(config=model.config, **({"max_cache_len": 48} if kind is StaticCache else {}))

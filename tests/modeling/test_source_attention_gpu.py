@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from mha2mla.modeling import PagedSource
+from tests.gpu import graph_of, no_waits
 from tests.modeling import models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -33,8 +34,7 @@ def over_cache(model, ids, mask, kind) -> torch.Tensor:
 @torch.no_grad()
 def test_prompts_and_steps_over_a_cache(source, kind):
     ids = models.tokens(3, PROMPT + STEPS + 4).cuda()
-    mask = torch.ones_like(ids)
-    mask[1, :PADDING] = 0
+    mask = models.left_mask(ids.shape[1], 0, PADDING, 0).cuda()
     exact = over_cache(copy.deepcopy(source).double(), ids, mask, DynamicCache)
     torchs = models.relative_error(over_cache(source, ids, mask, DynamicCache), exact)
     source.set_attn_implementation("mha2mla")
@@ -54,11 +54,8 @@ def test_ragged_batches_and_a_step_in_a_cuda_graph(source):
     for counts in ((100, 40, 1), (1, 70, 1), (50, 1, 150)):
         batch = cache.extend(dict(zip(sequences, counts, strict=True)))
         new = [ids[i, done[i] : done[i] + count] for i, count in enumerate(counts)]
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits():
             logits = paged.forward_batch(batch.flatten(new), cache.step(batch), all_logits=True)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         for i, mine in enumerate(batch.unflatten(logits)):
             assert models.relative_error(mine, exact[i, done[i] : done[i] + counts[i]]) <= 2 * torchs
             done[i] += counts[i]
@@ -66,10 +63,7 @@ def test_ragged_batches_and_a_step_in_a_cuda_graph(source):
     batch = cache.extend(dict.fromkeys(sequences, 1))
     step, token = cache.step(batch), torch.stack([ids[i, done[i]] for i in batch.order.tolist()])
     expected = paged.forward_batch(token, step)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step.refresh()
-        replayed = paged.forward_batch(token, step)
+    graph, replayed = graph_of(lambda: (step.refresh(), paged.forward_batch(token, step))[1])
     graph.replay()
     assert torch.equal(replayed, expected)
 

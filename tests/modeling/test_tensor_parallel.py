@@ -22,10 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def prompt() -> dict[str, torch.Tensor]:
-    ids = torch.arange(3, 25).view(2, 11)
-    mask = torch.ones_like(ids)
-    mask[1, :3] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+    return {"input_ids": torch.arange(3, 25).view(2, 11), "attention_mask": models.left_mask(11, 0, 3)}
 
 
 @torch.no_grad()

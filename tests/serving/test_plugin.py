@@ -1,12 +1,10 @@
 """The entry point that vLLM calls, without vLLM: what it registers, how often, and what it imports."""
 
-import subprocess
-import sys
 import tomllib
 from importlib import import_module
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.commands import ROOT, python
+
 ENTRY_POINTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
 
 CODE = """
@@ -42,5 +40,5 @@ def test_the_entry_point_is_the_function():
 
 
 def test_plugin_registers_once_without_cuda_or_model():
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False, cwd=ROOT)
+    done = python(CODE)
     assert done.returncode == 0, done.stderr[-2000:]

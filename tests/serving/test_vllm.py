@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling import ATTENTION_BACKENDS
 from mha2mla.modeling.tensor_parallel import HeadShard
+from tests.commands import ROOT, python
 from tests.modeling.full_rank import full_rank
 from tests.modeling.models import TOLERANCE, mla_model, randomise, relative_error, source_model, tokens
 
-ROOT = Path(__file__).parents[2]
 pytest.importorskip("vllm", reason="vLLM is not installed (docs/serving.md)")
 PAGE = 64
 EXPERT_SIZES = {
@@ -34,16 +34,13 @@ def experts_of(family, **sizes):
     return full_rank(randomise(AutoModelForCausalLM.from_config(config).eval()))
 
 
+CASES = (
+    "per-group", "per layer", "latent per layer", "latent qk-norm", "kept per layer", "kept qk-norm", "sliding",
+    "maps per query head",
+)  # fmt: skip
 # name -> a model that vLLM's layers are put together for; ranks that differ by layer in two of them.
 MODELS = {
-    "per-group": lambda: mla_model("per-group"),
-    "per layer": lambda: mla_model("per layer"),
-    "latent per layer": lambda: mla_model("latent per layer"),
-    "latent qk-norm": lambda: mla_model("latent qk-norm"),
-    "kept per layer": lambda: mla_model("kept per layer"),
-    "kept qk-norm": lambda: mla_model("kept qk-norm"),
-    "sliding": lambda: mla_model("sliding"),
-    "maps per query head": lambda: mla_model("maps per query head"),
+    **{case: partial(mla_model, case) for case in CASES},
     "olmo2": lambda: full_rank(source_model("olmo2")),
     "gemma3": lambda: full_rank(source_model("gemma3"), rope_from_latent=True),
 }
@@ -300,6 +297,5 @@ engine(checkpoint("random:latent", 1), **options, **{name: value or True})
     ],
 )
 def test_the_engine_refuses_by_name(option, value, said):
-    command = [sys.executable, "-c", ENGINE, option, value]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=280)
+    done = python(ENGINE, option, value)
     assert done.returncode != 0 and said in done.stdout + done.stderr, done.stderr[-3000:]

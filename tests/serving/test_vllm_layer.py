@@ -1,8 +1,6 @@
 """One attention layer of the plug-in where vLLM is not installed: its own code, over stand-ins of vLLM's classes."""
 
-import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -10,7 +8,8 @@ import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-ROOT = Path(__file__).parents[2]
+from tests.commands import python
+
 CASES = ("per-group", "latent per layer", "latent qk-norm", "kept per layer", "kept qk-norm", "kept no nope")
 CODE = "import sys; from tests.serving.test_vllm_layer import main; main(sys.argv[1])"
 PAGE = 64
@@ -96,5 +95,5 @@ def main(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_vllm_layer_gives_the_layers_output(case):
     """In a process of its own, since the stand-ins would hide vLLM from other tests."""
-    done = subprocess.run([sys.executable, "-c", CODE, case], capture_output=True, text=True, check=False, cwd=ROOT)
+    done = python(CODE, case)
     assert done.returncode == 0, done.stderr[-3000:]

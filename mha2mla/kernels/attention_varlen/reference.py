@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mha2mla.kernels.layouts import accumulator
+
 
 def attention_varlen_reference(
     queries: list[Tensor],
@@ -34,7 +36,7 @@ def attention_varlen_reference(
         ``out [T_q, H, d_v]`` and ``lse [H, T_q]`` (natural log) in the dtype of the arithmetic. A query that sees no
         key, or lies behind the last sequence, gives zeros and ``-inf``.
     """
-    dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
+    dtype = accumulator(v.dtype)
     tokens_q, heads, _ = queries[0].shape
     tokens_k = v.shape[0]
     device = v.device

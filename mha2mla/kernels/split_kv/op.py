@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernels.devices import capability, check_backend, dtype_name, in_plain_eager_mode, load, num_sms, register
-from mha2mla.kernels.layouts import Argument, Layout, argument_error, check_aligned, check_float, check_scale
+from mha2mla.kernels.layouts import (
+    Argument,
+    Layout,
+    accumulator,
+    argument_error,
+    check_aligned,
+    check_float,
+    check_scale,
+)
 from mha2mla.kernels.split_kv.choice import SEQLENS_Q
 from mha2mla.kernels.split_kv.plan import DecodePlan, allocate_plan, check_spans, check_splits, check_window
 
@@ -296,7 +304,7 @@ class PagedOp:
 def _empty_lse(like: Tensor, shape: Sequence[int]) -> Tensor:
     """For an output of a shape, of the dtype and on the device of ``like``."""
     batch, seqlen_q, heads, _ = shape
-    return like.new_empty(batch, heads, seqlen_q, dtype=torch.float64 if like.dtype == torch.float64 else torch.float32)
+    return like.new_empty(batch, heads, seqlen_q, dtype=accumulator(like.dtype))
 
 
 def _check(op: PagedOp, *layouts: tuple | None) -> Sizes:

@@ -26,6 +26,7 @@ from mha2mla.kernels.devices import capability
 from mha2mla.kernels.machine import SMALL_PASS_CONFIGS, compile_for
 from mha2mla.testing.prefill_problems import PrefillProblem, judge
 from tests.few import few
+from tests.gpu import graph_of
 from tests.kernels.attention_varlen.problems import MIXED, SMALL, call, check, launch, name_of
 from tests.kernels.compiled import for_cpu, gate
 
@@ -236,9 +237,7 @@ class TestOnGPU:
         problem = replace(ON_GPU[0], lengths=((128, 128), (300, 300)), behind=0)
         inputs = problem.inputs(torch.bfloat16, "cuda")
         call(problem, inputs)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out, lse = call(problem, inputs)
+        graph, (out, lse) = graph_of(lambda: call(problem, inputs))
         other = replace(problem, lengths=((228, 228), (200, 200)))
         drawn = other.inputs(torch.bfloat16, "cuda")
         for name, tensors in drawn.items():

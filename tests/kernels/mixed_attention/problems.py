@@ -8,6 +8,7 @@ import torch
 
 from mha2mla.kernels import LatentRope, mla_attention, plan_gqa_attention, plan_mla_attention, rotary_keys
 from mha2mla.modeling.batch import SequenceBatch
+from mha2mla.testing.numeric_check import errors
 from tests.kernels.oracles import attend_sequences, mla_attention_reference, rows_of
 
 SCALE = 0.3
@@ -142,7 +143,7 @@ def layout_of(plan):
 
 
 def error(value, expected):
-    return float((value.double() - expected.double()).norm() / expected.double().norm())
+    return errors(value, expected.double())[0]
 
 
 def gqa_problem(dtype=torch.float32, device="cpu", heads=6, kv_heads=2, width=16, value=8, page=16, lengths=LENGTHS):

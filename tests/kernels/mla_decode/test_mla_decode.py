@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,9 +26,9 @@ from mha2mla.kernels.split_kv.choice import (
 )
 from mha2mla.testing.numeric_check import errors
 from mha2mla.testing.problems import Problem
+from tests.commands import python
 from tests.kernels.problems import assert_right, torch_at
 
-ROOT = Path(__file__).parents[3]
 BASE = Problem(6, 3, 24, 8, (0, 1, 70), page_size=16, seqlen_q=2)
 
 
@@ -380,5 +377,5 @@ def test_selection_needs_neither_torch_nor_tilelang():
         "select_kernel(DecodeShape(32, 8, 512, 16, 64, 1, 'bfloat16'), 90)\n"
         "assert not {'torch', 'tilelang'} & set(sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = python(code)
     assert done.returncode == 0, done.stderr

@@ -12,13 +12,13 @@ from mha2mla.kernels.machine import EXACT_PASS_CONFIGS
 from mha2mla.kernels.rope_append.kernel import make_quantize_rows
 from tests.few import few
 from tests.kernels.compiled import for_cpu, gate
-from tests.kernels.rope_append.problems import PAGE, PAGES, tensors
+from tests.kernels.rope_append.problems import PAGE, PAGES, WITHOUT_KEYS, tensors
 
 
-def append_arguments(tokens=11, width=48, dtype=torch.float32, device="cpu"):
+def append_arguments(tokens=11, dtype=torch.float32, device="cpu", shape=(9, 3, 48, 16, 3)):
     """Those of ``mla_append``, with a cache of e4m3 latents and their scales."""
-    return tensors((9, 3, width, 16, 3), tokens, dtype, device) | {
-        "latent_cache": torch.full((PAGES, PAGE, width), 7.0).to(torch.float8_e4m3fn).to(device),
+    return tensors(shape, tokens, dtype, device) | {
+        "latent_cache": torch.full((PAGES, PAGE, shape[2]), 7.0).to(torch.float8_e4m3fn).to(device),
         "latent_scale": torch.full((PAGES, PAGE), 3.0, device=device),
     }
 
@@ -51,6 +51,12 @@ def check_append(given: dict, **options) -> None:
 @pytest.mark.parametrize("tokens", [0, 1, 11])
 def test_append_quantises(tokens, dtype):
     check_append(append_arguments(tokens, dtype=dtype))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("shape", WITHOUT_KEYS)
+def test_append_quantises_without_rotary_keys(shape, device):
+    check_append(append_arguments(device=device, shape=shape))
 
 
 def test_append_of_rows_that_are_zero_or_not_finite():
@@ -116,7 +122,7 @@ def test_quantising_kernel_compiles_for_hopper(row_width):
 @pytest.mark.parametrize(("width", "dtype"), [(512, torch.bfloat16), (80, torch.float16), (33, torch.float32)])
 def test_append_on_the_gpu(width, dtype):
     for tokens in (0, 1, 11):
-        given = append_arguments(tokens, width=width, dtype=dtype, device="cuda")
+        given = append_arguments(tokens, dtype, "cuda", shape=(9, 3, width, 16, 3))
         if tokens > 4:
             given["latent"][1] = 0
             given["latent"][2, 5] = torch.nan

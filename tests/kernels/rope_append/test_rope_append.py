@@ -84,22 +84,6 @@ def test_latents_without_rotary_keys_are_written(shape, combined, device):
         assert tokens == 1 or not torch.equal(given["latent_cache"].cpu(), before["latent_cache"])
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("shape", WITHOUT_KEYS)
-def test_8_bit_latents_without_rotary_keys(shape, device):
-    given = {name: tensor.to(device) for name, tensor in tensors(shape).items()}
-    given["latent_cache"] = torch.zeros(PAGES, PAGE, shape[2], device=device).to(torch.float8_e4m3fn)
-    given["latent_scale"] = torch.zeros(PAGES, PAGE, device=device)
-    out = mla_append(**given)
-    assert out.shape == given["q_pe"].shape
-    slots = given["slots"].cpu()
-    live = ((slots >= 0) & (slots < PAGES * PAGE)).nonzero().flatten()
-    codes, scale = quantize_latent(given["latent"].cpu())
-    found = given["latent_cache"].cpu().float().flatten(0, 1)[slots[live].long()]
-    assert torch.equal(found, codes.float()[live])
-    assert torch.equal(given["latent_scale"].cpu().flatten()[slots[live].long()], scale[live])
-
-
 def test_gqa_append_writes_keys_and_values():
     make = torch.Generator().manual_seed(1)
     query, key = torch.randn(6, 4, 16, generator=make), torch.randn(6, 2, 16, generator=make)

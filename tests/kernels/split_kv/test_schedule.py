@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mha2mla.kernels.split_kv.choice import FIELDS, FRAGMENT_TILES, TILE_TOKENS, Column
 from mha2mla.kernels.split_kv.reference import attended_span, plan_fragments, splits_of, write_schedule
+from tests.kernels.compiled import for_cpu
 from tests.kernels.problems import random_schedule_call, same_schedule
 
 CALLS = {
@@ -136,17 +137,11 @@ def test_rows_hold_the_fragments(tiles, num_ctas, num_splits):
 
 @pytest.fixture(scope="module")
 def planner():
-    tilelang = pytest.importorskip("tilelang", reason="TileLang is not installed")
+    pytest.importorskip("tilelang", reason="TileLang is not installed")
 
     from mha2mla.kernels.split_kv.plan_kernel import make_plan
 
-    return tilelang.compile(
-        make_plan(threads=1, on_cpu=True),
-        target="c",
-        target_host="c",
-        execution_backend="cython",
-        pass_configs={"tirx.disable_vectorize": True},
-    )
+    return for_cpu(make_plan(threads=1, on_cpu=True))
 
 
 def test_the_device_planner_does_what_the_oracle_says(planner):
