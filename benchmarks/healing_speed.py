@@ -28,7 +28,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.generate import wait
 from benchmarks.loop import filled_loop
@@ -36,7 +36,7 @@ from benchmarks.recording import Recording, command
 from mha2mla.conversion.calibration import generated_text
 from mha2mla.conversion.calibration.batch_decoder import _CapturedDecoder, _PagedDecoder, decoder
 from mha2mla.environment import compute_device, usual_dtype
-from mha2mla.healing.loss import distillation_loss
+from mha2mla.healing.loss import distillation_loss, divergence
 from mha2mla.healing.settings import Settings
 from mha2mla.healing.student import load_models
 from mha2mla.modeling import paged_model
@@ -233,6 +233,10 @@ def passes(
         json: file to write after every row.
     """
     place, rows = compute_device(device), Rows("healing-passes", json, seconds)
+    for by_compiler in compiled:
+        run = torch.compile(divergence) if by_compiler else divergence
+        about = {"train": "loss of 1,024 tokens", "compiled": by_compiler, "tokens": 1024}
+        rows.attempt(about, partial(one_divergence, run, AutoConfig.from_pretrained(model).vocab_size, place))
     for trained, by_compiler in itertools.product(train, compiled):
         settings = Settings.of("standard", tokens=tokens, train=trained)
         models = load_models(Path(model), Path(conversion), place, settings)
@@ -247,6 +251,12 @@ def passes(
         del models
     columns = ("train", "compiled", "length", "tokens_per_s", "total_ms", "source_ms", "student_ms", "loss_ms")
     return rows.table.show("A pass of training", (*columns, "backward_ms", "peak_gb", "first_s", "status"))
+
+
+def one_divergence(run: Callable[..., Any], vocabulary: int, place: torch.device) -> dict[str, Any]:
+    """The loss's own operations on a chunk."""
+    expected, found = torch.randn(2, 1024, vocabulary, device=place, dtype=usual_dtype(place))
+    return {"loss_ms": milliseconds(lambda: run(expected, found, expected.new_ones(1024)))}
 
 
 def one_pass(models: Any, tokens: int, length: int, place: torch.device) -> dict[str, Any]:
