@@ -121,3 +121,20 @@ CHOSEN = [
 def test_kernels_fit(problem, dtype, kernel):
     choice = next(c for c in kernels_of(GROUP_CODES, problem.shape(dtype), 90) if c.kernel == kernel)
     gate_choice(GROUP_CODES, problem.shape(dtype), choice, 90, slack=4096)
+
+
+@few("problem, dtype, kernel", [*CHOSEN[:4], (GroupCodesProblem(16, 1, 640, 32, (), bits=3), "float16", "")], count=5)
+def test_every_unit_of_a_piece_is_dequantised_once(problem, dtype, kernel):
+    pytest.importorskip("tilelang", reason="TileLang is not installed")
+    from mha2mla.kernels.mla_decode.codes import PIECE, ClusterStatic, Static
+
+    choice = GROUP_CODES.select(problem.shape(dtype), 90)
+    k = (ClusterStatic if choice.kernel == "codes_cluster" else Static)(problem.shape(dtype), choice)
+    places = [
+        (k.token(thread, r), k.unit(thread))
+        for r in range(-(-PIECE // 2 // k.at_once))
+        for thread in range(2 * k.at_once * k.units)
+    ]
+    written = sorted(place for place in places if place[0] < PIECE)
+    assert written == [(token, unit) for token in range(PIECE) for unit in range(k.units)]
+    assert 2 * k.at_once * k.units <= k.wideners
