@@ -37,6 +37,7 @@ class CodedRow:
     words = property(lambda k: k.groups * (1 + k.group_words))
     is_paired = property(lambda k: k.groups % 2 == 0 and k.group_words % 2 == 0)
     levels = property(lambda k: 2**k.bits - 1)
+    bias = property(lambda k: {4: 128, 8: 1024}.get(k.bits, 0) if k.fused else 0)  # of codes that need no conversion
 
     @property
     def planes(self) -> list[tuple[int, int, int, int]]:
@@ -78,6 +79,11 @@ def word_at(source, at, index):
 def half_at(source, at, index, mask=0xFFFF):
     """The float16 number ``index`` of a row, of whose bits ``mask`` stay, in float32."""
     bits = T.bitwise_and(T.shift_right(word_at(source, at, index // 2), index % 2 * 16), mask)
+    return as_half(bits)
+
+
+def as_half(bits):
+    """The float16 number of 16 bits, in float32."""
     return T.cast(T.reinterpret(T.cast(bits, "uint16"), T.float16), T.float32)
 
 
@@ -99,13 +105,36 @@ def load_words(k, source, at, first, x, place):
 
 
 @T.macro
+def load_biased(k, source, at, first, h, x):
+    """Codes of 4 or 8 bits plus ``k.bias``, two at a time: their bits are the last ones of a bfloat16 128 or of a
+    float16 1024."""
+    for v in list(range(4 if k.bits == 8 else 2)):
+        if v % 2 == 0:
+            load_words(k, source, at, first + v // 2 * (k.group // 8) + 2 * h, x, 0)
+        for place in (0, 8) if k.bits == 8 else (0, 8, 4, 12):
+            e = (v // 2 if k.bits == 8 else place % 8 // 4) * RUN + v % 2 * 4 + place // 8
+            mask, ones = (0x00FF00FF, 0x64006400) if k.bits == 8 else (0x000F000F, 0x43004300)
+            x.words[2] = T.bitwise_or(T.bitwise_and(T.shift_right(x.words[v % 2], place), mask), ones)
+            if k.bits == 8:
+                x.values[e] = as_half(T.bitwise_and(x.words[2], 0xFFFF))
+                x.values[e + 2] = as_half(T.shift_right(x.words[2], 16))
+            else:
+                x.values[e] = T.reinterpret(T.shift_left(x.words[2], 16), T.float32)
+                x.values[e + 2] = T.reinterpret(T.bitwise_and(x.words[2], -65536), T.float32)
+
+
+@T.macro
 def dequantise(k, source, at, g, h, x):
     """Unit ``h`` of group ``g`` of the row ``source[*at]``, less its center."""
     x.offset[0] = half_at(source, at, g)
     x.scale[0] = half_at(source, at, k.groups + g, 0x7FFF)  # the sign is the center's
-    for e in T.unroll(2 * RUN):
-        x.values[e] = 0.0
-    for bits, shift, word, size in list(k.planes):
+    if k.bias:
+        x.offset[0] -= T.float32(k.bias) * x.scale[0]
+        load_biased(k, source, at, k.groups + g * k.group_words, h, x)
+    else:
+        for e in T.unroll(2 * RUN):
+            x.values[e] = 0.0
+    for bits, shift, word, size in [] if k.bias else list(k.planes):
         first = k.groups + g * k.group_words + word
         if bits == 8:  # a byte is a code
             for u in list(range(2)):

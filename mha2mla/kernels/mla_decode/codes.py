@@ -32,16 +32,14 @@ static __device__ __forceinline__ void load_piece(void* place, const void* sourc
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(source), "r"(bytes), "r"(full) : "memory");
 }
-// Eight numbers, or zeros.
 template <bool half>
-static __device__ __forceinline__ void store_run(void* place, const float* values, int held) {
+static __device__ __forceinline__ void store_run(void* place, const float* values) {
   unsigned pair[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     if constexpr (half)
       asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair[i]) : "f"(values[2 * i + 1]), "f"(values[2 * i]));
     else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair[i]) : "f"(values[2 * i + 1]), "f"(values[2 * i]));
-    pair[i] = held ? pair[i] : 0;
   }
   *static_cast<uint4*>(place) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
 }
@@ -180,7 +178,8 @@ def widen(k, half, work, memory, call, thread):
     T.set_max_nreg(k.choice.registers[1], int(k.choice.registers[1] * k.choice.threads * k.choice.ctas_per_sm >= 65536))
     row, stages, code_stages = k.row, k.choice.num_stages, k.choice.code_stages
     x = Unit(row)
-    center = T.alloc_local([2 * RUN], T.float32)
+    rounds = T.unroll if k.choice.ctas_per_sm == 1 else T.serial  # two CTAs: half as many registers
+    center, held = T.alloc_local([2 * RUN], T.float32), T.alloc_local([1], T.int32)
     own, h = k.unit(thread) // row.runs * row.group, k.unit(thread) % row.runs  # first column of its group
     left = half * k.own_width
     for e in T.unroll(2 * RUN):
@@ -197,18 +196,21 @@ def widen(k, half, work, memory, call, thread):
                 m = n * len(k.pieces) + v
                 at = m % code_stages
                 T.barrier_wait(memory.codes_full[at], (m // code_stages) & 1)
-                for r in T.serial(-(-PIECE // 2 // k.at_once)):
+                held[0] = memory.held[at]
+                for r in rounds(-(-PIECE // 2 // k.at_once)):
                     token = k.token(thread, r)
                     if (token < PIECE) & (thread < 2 * k.at_once * k.units):
                         dequantise(row, memory.codes, (at, token), (left + own) // row.group, h, x)
                         find_center(row, memory.codes, (at, token), x)
-                        if x.second[0] == 0:
-                            for e in T.unroll(2 * RUN):
-                                x.values[e] += center[e]
-                        else:
+                        for e in T.unroll(2 * RUN):
+                            x.values[e] += center[e]
+                        if x.second[0] != 0:
                             for e in T.unroll(2 * RUN):
                                 column = left + own + (h + e // RUN * row.runs) * RUN + e % RUN
-                                x.values[e] += T.cast(call.centers[1, column], T.float32)
+                                x.values[e] += T.cast(call.centers[1, column], T.float32) - center[e]
+                        if held[0] == 0:
+                            for e in T.unroll(2 * RUN):
+                                x.values[e] = 0.0
                         for u in list(range(2)):
                             column = own % k.slot_cols + (h + u * row.runs) * RUN
                             T.call_extern(
@@ -216,7 +218,6 @@ def widen(k, half, work, memory, call, thread):
                                 f"store_run<{k.half}>",
                                 T.access_ptr(memory.c_ring[slot, v * PIECE + token, column], OPAQUE, RUN),
                                 T.access_ptr(x.values[u * RUN], "r", RUN),
-                                memory.held[at],
                             )
                 T.barrier_arrive(memory.codes_free[at])
             T.fence_proxy_async()

@@ -23,7 +23,7 @@ from mha2mla.kernels.split_kv.choice import (
 
 BITS = (3, 4, 8)
 PIECE = 16  # coded rows that one bulk copy brings
-LOADING_REGISTERS = {1: 56, 2: 40}  # by CTAs a multiprocessor
+LOADING_REGISTERS = {1: 56, 2: 48}  # by CTAs a multiprocessor
 LEAST_WIDENING = 72  # registers of a thread that dequantises a unit of 16 elements
 
 
