@@ -171,7 +171,7 @@ def launched(call: Call, inputs: dict[str, Any], plan: DecodePlan, out: torch.Te
     settings = inputs["softmax_scale"], inputs["causal"], window, sinks, *(() if rope is None else (rope.scaling,))
     batch, seqlen_q, heads, _ = out.shape
     lse = torch.empty(batch, heads, seqlen_q, device=out.device)
-    made = launch(op, compiled_shape(call.problem.shape()), choice, data, table, settings, buffers, out, lse)
+    made = launch(op, compiled_shape(call.problem.shape()), choice, data, table, settings, buffers, out, lse).kept()
     return lambda return_lse=False: (made(data, table, out, lse), (out, lse))[1]
 
 
