@@ -143,3 +143,15 @@ def test_the_folders_file_reads_the_latents_themselves():
     model, ids = coded_model(), models.tokens(2, 20)
     file = models.as_file(model).double()
     assert models.relative_error(file(ids, use_cache=True).logits, unquantised(model, ids)) < EXACT
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@torch.no_grad()
+def test_steps_on_a_gpu_read_the_same_codes(bits):
+    """Over kept keys, token by token: by a copy, or by the kernels over codes if backends.DECODES_CODES says so."""
+    widths = {"kv_lora_rank": 64, "qk_rope_head_dim": 8}
+    model = coded_model(bits=bits, rotary_key_cache="bfloat16", **widths).to("cuda", torch.bfloat16)
+    ids = models.tokens(3, 29).cuda()
+    found = models.logits_of_calls(model, LatentCache(model.config, page_size=16), ids, CHUNKS["tokens"])
+    assert models.relative_error(found.float(), model(ids, use_cache=False).logits.float()) < 0.2
