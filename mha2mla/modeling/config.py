@@ -13,7 +13,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import DynamicCache, PreTrainedConfig
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernels.mla_decode.cost import keeps_keys
+from mha2mla.kernels import keeps_keys
 from mha2mla.modeling import configuration_mha2mla
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.registry import AttentionConstants
@@ -105,7 +105,7 @@ def copy_code(folder: str | os.PathLike[str]) -> None:
 def keeps_rotary_keys(config: MHA2MLAConfig) -> bool:
     """True where a cache of the package keeps the rotary keys of a checkpoint whose layout caches the latent alone.
 
-    ``rotary_key_cache`` decides, "auto" by :func:`mha2mla.kernels.mla_decode.cost.keeps_keys`. The rule asks for no
+    ``rotary_key_cache`` decides, "auto" by :func:`mha2mla.kernels.keeps_keys`. The rule asks for no
     device, since every geometry whose keys a kernel computes has one that reads them.
     """
     if not config.rope_from_latent or config.rotary_key_cache == "none":
