@@ -73,7 +73,7 @@ def on_device(device: torch.device) -> AbstractContextManager:
 
 
 LIBRARY = torch.library.Library("mha2mla", "FRAGMENT")
-load = cache(resolve_name)  # what imports TileLang, by "module:function", when it is needed
+load = cache(resolve_name)  # imports TileLang when it is needed; takes "module:function"
 
 
 def in_plain_eager_mode(tensor: Tensor) -> bool:

@@ -132,7 +132,7 @@ def compile_ahead(device: torch.device, call: Any, run: Callable[[], Any]) -> in
 
 
 def compile_listed(run: Callable[[], Any]) -> tuple[int, int]:
-    """As :func:`compile_ahead`, without a note of the call: kernels that were missing, and how many still are."""
+    """:func:`compile_ahead` without a note of the call: kernels that were missing, and how many still are."""
     import tilelang
 
     from mha2mla.kernels.machine import listing, note
@@ -369,7 +369,7 @@ class _Interpreter:
 
 
 class _Interpreters:
-    """What is used of a multiprocessing context."""
+    """The part of a multiprocessing context that is used."""
 
     Pipe, Process = multiprocessing.Pipe, _Interpreter
 

@@ -157,7 +157,7 @@ class MLAAttention(modeling_mha2mla.MLAAttention):
         if not layer.constants.geometry.has_rope_cache:
             tensors["rope_weight"], tensors["rope_bias"] = affine_map(self.k_rope_proj, latent)
         elif k_pe is None:  # one product: torch adds the bias of [B, S, d_c] whose rows lie apart by another kernel
-            # Of what codes give back, so that kept keys are those that would be computed when they are read.
+            # Made of what codes give back, so that kept keys are those that would be computed when they are read.
             read = self._rounded(tensors["latent"], layer.constants.geometry)
             tensors["k_pe"] = self._project(read, self.k_rope_proj)[0][:, None]
         device, no_autocast = hidden_states.device.type, nullcontext()

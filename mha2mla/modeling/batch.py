@@ -304,7 +304,7 @@ def _check_capacity(
         raise ValueError(f"page_size is {page_size}; expected at least 1")
     last = MAX_SLOTS // page_size - 1 if num_pages is None else min(num_pages, MAX_SLOTS // page_size) - 1
     for sequence, (old, mine) in enumerate(zip(cached_lengths, pages, strict=True)):
-        whole = old // page_size  # of these some may be given back; what is written lies behind
+        whole = old // page_size  # some may be given back; what is written lies behind
         lowest = min(mine[whole:], default=0), min(mine, default=0) - NO_PAGE
         if min(lowest) < 0 or max(mine, default=last) > last:
             least = [NO_PAGE if place < whole else 0 for place in range(len(mine))]

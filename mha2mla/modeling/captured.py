@@ -73,7 +73,7 @@ class DecodeGraphs:
     """
 
     def __init__(self, store: GraphStore, is_kept: bool) -> None:
-        self._store = weakref.ref(store)  # which has this: no cycle, so that memory goes with the last who wants it
+        self._store = weakref.ref(store)  # the store has this: no cycle, so that memory goes with the last who wants it
         self._is_kept, self._recorder = is_kept, store.new_recorder()
         self._owner: Callable[[], LatentCache | None] = lambda: None
         self._pages: LatentCache | None = None
@@ -182,7 +182,7 @@ class DecodeGraphs:
                 lambda: pages.crop(-query_length),
                 input_ids.device,
             )
-        except Exception as error:  # what a capture raises depends on what it met
+        except Exception as error:  # a capture raises anything: it depends on what it met
             self._store().fail(error)
             return None
         if self._is_kept:

@@ -320,7 +320,7 @@ class MHA2MLAPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
     # By transformers' name for "also under from_pretrained(dtype=bfloat16)"; casts after loading: MLAAttention._apply.
     _keep_in_fp32_modules_strict: ClassVar[list[str]] = ["inv_freq"]
-    # Of a checkpoint of codes that is loaded with latent_bits=16.
+    # Names that a checkpoint of codes has where it is loaded with latent_bits=16.
     _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"latent_centers$"]
     # The source's own class says whether its architecture supports them.
     _supports_sdpa = True

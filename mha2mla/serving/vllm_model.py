@@ -146,7 +146,7 @@ class VLLMModel(nn.Module):
         )
         self.norm = norm_class(family)(config.hidden_size, eps=config.rms_norm_eps)
         self.embedding_scale = None
-        if family.scaled_embeddings:  # as the source rounds it
+        if family.scaled_embeddings:  # rounded by the source
             self.embedding_scale = float(torch.tensor(config.hidden_size**0.5, dtype=vllm_config.model_config.dtype))
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ class VLLMForCausalLM(nn.Module):
         for name, tensor in weights:
             if self.config.tie_word_embeddings and name.startswith("lm_head."):
                 continue
-            if name.endswith(".latent_centers"):  # of codes: this cache holds latents of 16 bits
+            if name.endswith(".latent_centers"):  # for codes: this cache holds latents of 16 bits
                 continue
             if (inner := attention_name(name)) is not None:
                 tensor = modules[name.removesuffix(f".{inner}")].shard.part(inner, tensor)

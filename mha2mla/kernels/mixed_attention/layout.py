@@ -94,7 +94,7 @@ class FormCost:
     call: int = 0
 
     def flops(self, query_length: int, cached_length: int) -> int:
-        """Of ``query_length`` causal queries behind ``cached_length`` tokens."""
+        """FLOP of ``query_length`` causal queries behind ``cached_length`` tokens."""
         tokens = cached_length + query_length
         pairs = query_length * cached_length + query_length * (query_length + 1) // 2
         calls = -(-query_length // MAX_DECODE_QUERY_LENGTH)
@@ -178,7 +178,7 @@ def lay_out(
     pieces: list[tuple[int, int]] = []  # sequence and first query
     for row, (length, cached, _) in enumerate(sequences):
         seen = spans[row][1]
-        in_chunks = seen > max(limit, length)  # which take no window
+        in_chunks = seen > max(limit, length)  # chunks take no window
         if length == 0:
             continue
         if length <= size:

@@ -71,7 +71,7 @@ def append_parts(s: AppendShape, block_tokens: int, threads: int, on_cpu: bool =
     def rounds(count):
         return -(-count // threads)
 
-    def first(pair):  # of a vector of pairs in registers
+    def first(pair):  # in a vector of pairs in registers
         return 2 * pair if interleaved else pair
 
     def second(pair):

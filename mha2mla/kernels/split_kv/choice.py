@@ -208,7 +208,7 @@ class KernelChoice:
 
 
 TILE_TOKENS = 64  # of a tile
-FRAGMENT_TILES = 1  # what starting and ending a sequence costs, in tiles
+FRAGMENT_TILES = 1  # cost of starting and ending a sequence, in tiles
 MAX_BATCH = 4096  # sequences that the planner's shared memory holds
 FIELDS = 16  # columns of a schedule
 
