@@ -35,10 +35,10 @@ from transformers.utils import can_return_tuple
 
 from .configuration_mha2mla import MHA2MLAConfig
 
-REFUSED_POSITIONS = (
-    "position_ids do not count on from each row's first visible token; a cache that keeps no rotary keys "
-    "(has_rope_cache is False) expects them one by one without gaps: the place in the cache, padding counted or not "
-    "(a batch that is padded on the right: set tokenizer.padding_side = 'left')"
+REFUSED_POSITIONS = (  # below 255 characters, all that torch's assert on a CUDA device takes
+    "position_ids do not count on from each row's first visible token; a cache without rotary keys "
+    "(has_rope_cache is False) expects the places in it one by one, padding counted or not "
+    "(a batch padded on the right: set tokenizer.padding_side = 'left')"
 )
 
 

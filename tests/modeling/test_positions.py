@@ -116,3 +116,8 @@ def test_a_prompt_is_looked_at_once(static, monkeypatch):
         reads.clear()
         model(ids, past_key_values=cache, **given)
         assert reads == expected
+
+
+def test_the_device_takes_the_refusal_as_its_message():
+    # Beyond it torch._assert_async raises at once on CUDA, whatever the positions.
+    assert len(modeling_mha2mla.REFUSED_POSITIONS) < 255
