@@ -45,10 +45,10 @@ def rows_at_once(model: nn.Module, length: int) -> int:
 def decoder(model: nn.Module, rows: int, length: int, recorder: Recorder | None = None) -> NextLogits:
     """The next tokens of all rows, [rows] -> their logits [rows, vocabulary]; remembers what it was given.
 
-    On CUDA a step is the replay of a graph: for much text over pages, by the package's kernels, where these serve the
-    model; else by transformers over a static cache, where the two can be captured: one graph for every eighth of
-    ``length``, so that a step reads what is filled of the cache and not all of it. A tensor that was returned is
-    overwritten by the next call.
+    On CUDA a step is the replay of a graph: by transformers over a static cache, where the two can be captured, one
+    graph for every eighth of ``length``, so that a step reads what is filled of the cache and not all of it. A graph
+    over pages, by the package's kernels, is chosen from ``_MUCH`` tokens on, which is never as yet. A tensor that was
+    returned is overwritten by the next call.
 
     Args:
         model: causal language model of transformers, converted or not.
