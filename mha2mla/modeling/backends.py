@@ -97,7 +97,7 @@ def _mla_plan_decode(
     )
 
 
-DECODES_CODES = False  # True: steps attend over codes as they are cached, where a kernel for that is chosen
+DECODES_CODES = True  # steps attend over codes as they are cached, where a kernel for that is chosen
 
 
 def _decodes_codes(

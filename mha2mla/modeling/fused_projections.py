@@ -31,7 +31,7 @@ def project(x: Tensor, parts: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     """
     fused = fused_weight(x, parts)
     if fused is None:
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        if x.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing():
             for parameter in itertools.chain.from_iterable(part.parameters() for part in parts):
                 parameter.is_captured = True  # replays read it where it is
         return tuple([part(x) for part in parts])

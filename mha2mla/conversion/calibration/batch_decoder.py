@@ -104,6 +104,7 @@ class _PagedDecoder:
                 for each, value in zip(self.counts, first, strict=True):
                     each.copy_(value)
 
+            self.run = run  # holds what a replay reads: a graph does not
             self.logits, self.replay = recorder.record(run, reset, model.device)
             reset()
         finally:

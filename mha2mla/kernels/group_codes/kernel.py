@@ -59,7 +59,7 @@ class Unit(Buffers):
 
     def __init__(self, k: CodedRow):
         super().__init__(
-            words=T.alloc_local([4], T.int32),
+            words=T.alloc_local([12], T.int32),  # the last 8 of pairs of biased codes
             values=T.alloc_local([2 * RUN], T.float32),
             scale=T.alloc_local([1], T.float32),
             offset=T.alloc_local([1], T.float32),
@@ -114,13 +114,15 @@ def load_biased(k, source, at, first, h, x):
         for place in (0, 8) if k.bits == 8 else (0, 8, 4, 12):
             e = (v // 2 if k.bits == 8 else place % 8 // 4) * RUN + v % 2 * 4 + place // 8
             mask, ones = (0x00FF00FF, 0x64006400) if k.bits == 8 else (0x000F000F, 0x43004300)
-            x.words[2] = T.bitwise_or(T.bitwise_and(T.shift_right(x.words[v % 2], place), mask), ones)
+            # A word of its own for each pair: TileLang reinterprets what a word held when it was first reinterpreted.
+            pair = 4 + (v * 2 + place // 8 if k.bits == 8 else v * 4 + place // 4)
+            x.words[pair] = T.bitwise_or(T.bitwise_and(T.shift_right(x.words[v % 2], place), mask), ones)
             if k.bits == 8:
-                x.values[e] = as_half(T.bitwise_and(x.words[2], 0xFFFF))
-                x.values[e + 2] = as_half(T.shift_right(x.words[2], 16))
+                x.values[e] = as_half(T.bitwise_and(x.words[pair], 0xFFFF))
+                x.values[e + 2] = as_half(T.shift_right(x.words[pair], 16))
             else:
-                x.values[e] = T.reinterpret(T.shift_left(x.words[2], 16), T.float32)
-                x.values[e + 2] = T.reinterpret(T.bitwise_and(x.words[2], -65536), T.float32)
+                x.values[e] = T.reinterpret(T.shift_left(x.words[pair], 16), T.float32)
+                x.values[e + 2] = T.reinterpret(T.bitwise_and(x.words[pair], -65536), T.float32)
 
 
 @T.macro
