@@ -38,10 +38,10 @@ from benchmarks.runner import PIPE_WIDTH
 from benchmarks.shapes import decode_case
 from mha2mla.eval.report import print_table
 from mha2mla.kernels import DecodePlan, mla_decode
-from mha2mla.kernels.devices import num_sms
 from mha2mla.kernels.mla_decode.api import LATENT
 from mha2mla.kernels.mla_decode.cost import PRODUCTS, decode_seconds, keeps_keys
 from mha2mla.kernels.mla_decode.selection import list_kernels
+from mha2mla.kernels.ops import num_sms
 from mha2mla.kernels.parallel_compilation import (
     COMPILE_TIMEOUT,
     OUT_OF_TIME,

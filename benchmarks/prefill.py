@@ -25,7 +25,7 @@ from benchmarks.recording import command
 from benchmarks.runner import Benchmark, speed_of
 from benchmarks.shapes import FA3_PREFILL, SpeedCase, prefill_cases
 from mha2mla.kernels import attention_varlen, mla_prefill_varlen
-from mha2mla.kernels.devices import capability
+from mha2mla.kernels.ops import capability
 from mha2mla.testing.prefill_problems import PrefillProblem, judge, sample
 
 

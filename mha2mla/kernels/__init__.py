@@ -5,7 +5,6 @@ from mha2mla.kernels.attention_varlen.api import attention_varlen, explain_atten
 from mha2mla.kernels.attention_varlen.causal import causal_attention, explain_causal_attention
 from mha2mla.kernels.gqa_decode.api import explain_gqa_decode, gqa_decode, plan_gqa_decode
 from mha2mla.kernels.group_codes.api import GroupQuantizer, append_codes, read_codes
-from mha2mla.kernels.latent_rope import LatentRope, rotary_keys, rotate_keys
 from mha2mla.kernels.mixed_attention.api import gqa_attention, mla_absorbed, mla_attention
 from mha2mla.kernels.mixed_attention.layout import MAX_DECODE_QUERY_LENGTH, absorbs_up_to, is_absorbed
 from mha2mla.kernels.mixed_attention.plan import MAX_EXPANDED_TOKENS, MixedPlan, plan_gqa_attention, plan_mla_attention
@@ -16,10 +15,13 @@ from mha2mla.kernels.parallel_compilation import compile_ahead
 from mha2mla.kernels.pointwise.api import rms_norm, silu_mul
 from mha2mla.kernels.rope_append.api import (
     MAX_SLOTS,
+    LatentRope,
     append_w_uk,
     compute_rotary_keys,
     gqa_append,
     mla_append,
+    rotary_keys,
+    rotate_keys,
     slots_of,
 )
 from mha2mla.kernels.skinny_linear.api import skinny_linear

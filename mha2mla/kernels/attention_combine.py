@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.devices import register_kernel, runs_compiled
-from mha2mla.kernels.layouts import Argument, accumulator, check_float, check_tensors
+from mha2mla.kernels.ops import Argument, accumulator, check_float, check_tensors, register_kernel, runs_compiled
 
 
 def attention_combine(

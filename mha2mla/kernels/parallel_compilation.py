@@ -30,9 +30,9 @@ from typing import Any
 import torch
 
 from mha2mla.environment import usable_cores
-from mha2mla.kernels.devices import capability, num_sms
 from mha2mla.kernels.gqa_decode.api import GQA
 from mha2mla.kernels.mla_decode.api import FP8, GROUP_CODES, LATENT, LATENT_FP8, MLA
+from mha2mla.kernels.ops import capability, num_sms
 from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.op import PagedOp
 from mha2mla.terminal import progress_bar

@@ -16,10 +16,10 @@ from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels.gqa_decode.api import GQA, plan_gqa_decode
 from mha2mla.kernels.gqa_decode.selection import GQAShape
 from mha2mla.kernels.group_codes.api import GroupQuantizer
-from mha2mla.kernels.latent_rope import LatentRope, rotary_keys
 from mha2mla.kernels.mla_decode.api import GROUP_CODES, LATENT, LATENT_FP8, MLA, plan_mla_decode
 from mha2mla.kernels.mla_decode.codes_selection import code_of
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent, quantize_latent
+from mha2mla.kernels.rope_append.api import LatentRope, rotary_keys
 from mha2mla.kernels.split_kv.choice import TILE_TOKENS
 from mha2mla.kernels.split_kv.op import PagedOp, compiled_shape
 from mha2mla.kernels.split_kv.plan import DecodePlan

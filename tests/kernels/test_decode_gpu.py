@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mha2mla.kernels import dequantize_latent, plan_mla_decode, quantize_latent, rotary_keys
-from mha2mla.kernels.devices import capability
 from mha2mla.kernels.mla_decode.api import MLA
+from mha2mla.kernels.ops import capability
 from mha2mla.testing.kernel_check import draw_cases
 from mha2mla.testing.numeric_check import errors
 from mha2mla.testing.problems import GQAProblem, GroupCodesProblem, LatentProblem, PagedProblem, Problem, exact

@@ -7,7 +7,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from mha2mla.kernels.mla_decode import reference
+from mha2mla.kernels.split_kv import reference
 from mha2mla.modeling import LatentCache, modeling_mha2mla
 from mha2mla.modeling import cache as cache_module
 from mha2mla.modeling.step import AttentionStep

@@ -7,8 +7,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.devices import capability, check_backend, dtype_name, register
-from mha2mla.kernels.layouts import Argument, accumulator, argument_error, check_aligned, check_scale, check_tensors
+from mha2mla.kernels.ops import (
+    Argument,
+    accumulator,
+    argument_error,
+    capability,
+    check_aligned,
+    check_backend,
+    check_scale,
+    check_tensors,
+    dtype_name,
+    register,
+)
 from mha2mla.kernels.split_kv.plan import check_window
 
 MAX_WIDTH = 256  # of d_qk in all, and of d_v

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mha2mla.kernels.attention_varlen.api import attention_varlen, explain_attention_varlen
-from mha2mla.kernels.devices import capability
-from mha2mla.kernels.layouts import check_scale
+from mha2mla.kernels.ops import capability, check_scale
 from mha2mla.kernels.split_kv.choice import HOPPER
 
 TILE = 128  # lengths are multiples of it

@@ -13,7 +13,6 @@ import tilelang.language as T
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.devices import dtype_name, on_device
 from mha2mla.kernels.machine import (
     BY_ROW,
     GPU,
@@ -24,6 +23,7 @@ from mha2mla.kernels.machine import (
     compiled_once,
     make_function,
 )
+from mha2mla.kernels.ops import dtype_name, on_device
 from mha2mla.kernels.split_kv.choice import HOPPER
 from mha2mla.kernels.split_kv.device import LOG2E
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.layouts import accumulator
+from mha2mla.kernels.ops import accumulator
 
 
 def attention_varlen_reference(

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernels.attention_varlen import tiled
-from mha2mla.kernels.devices import capability, dtype_name
 from mha2mla.kernels.machine import (
     BARRIER,
     BY_ROW,
@@ -26,6 +25,7 @@ from mha2mla.kernels.machine import (
     compiled_once,
     make_function,
 )
+from mha2mla.kernels.ops import capability, dtype_name
 from mha2mla.kernels.split_kv.device import LOG2E
 
 ROWS = 64  # of one warpgroup: the M of wgmma

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.devices import dtype_name
 from mha2mla.kernels.gqa_decode.selection import GQAShape, refusal, select_kernel
-from mha2mla.kernels.layouts import Argument
+from mha2mla.kernels.ops import Argument, dtype_name
 from mha2mla.kernels.split_kv.op import PagedOp
 from mha2mla.kernels.split_kv.plan import DecodePlan
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mha2mla.kernels.devices import register_kernel, runs_compiled
+from mha2mla.kernels.ops import register_kernel, runs_compiled
 from mha2mla.kernels.rope_append.api import write_rows
 
 _SCALE_BITS = (8, 16)

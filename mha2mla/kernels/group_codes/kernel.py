@@ -10,10 +10,9 @@ import tilelang.language as T
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.devices import capability, dtype_name, on_device
 from mha2mla.kernels.group_codes.api import PLANES
-from mha2mla.kernels.layouts import aligned
 from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, Buffers, compiler
+from mha2mla.kernels.ops import aligned, capability, dtype_name, on_device
 
 RUN = 8  # neighbouring elements: 16 bytes of a 16-bit row
 LARGEST_FLOAT = 3.4028234663852886e38

@@ -12,15 +12,13 @@ from torch.nn import functional as F
 
 from mha2mla.kernels.attention_combine import attention_combine
 from mha2mla.kernels.attention_varlen.api import attention_varlen, mla_prefill_varlen
-from mha2mla.kernels.devices import check_backend, register
 from mha2mla.kernels.gqa_decode.api import gqa_decode
-from mha2mla.kernels.latent_rope import LatentRope
-from mha2mla.kernels.layouts import Argument, check_scale, check_tensors
 from mha2mla.kernels.mixed_attention.layout import Wave
 from mha2mla.kernels.mixed_attention.plan import ChunkPart, MixedPlan, check_lengths
 from mha2mla.kernels.mla_decode.api import mla_decode, mla_decode_w_uv, serves_w_uv
 from mha2mla.kernels.mla_decode.quantization import CODES, dequantize_latent, holds_codes
-from mha2mla.kernels.rope_append.api import compute_rotary_keys
+from mha2mla.kernels.ops import Argument, check_backend, check_scale, check_tensors, register
+from mha2mla.kernels.rope_append.api import LatentRope, compute_rotary_keys
 from mha2mla.kernels.skinny_linear.api import project_w_uk, skinny_linear, up_project
 from mha2mla.kernels.skinny_linear.selection import is_skinny, serves_up_project, serves_w_uk
 from mha2mla.kernels.split_kv.plan import DecodePlan

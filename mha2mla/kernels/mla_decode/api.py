@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from mha2mla.geometry import MLAGeometry, code_bytes
-from mha2mla.kernels.devices import capability, dtype_name, in_plain_eager_mode
-from mha2mla.kernels.latent_rope import LatentRope
-from mha2mla.kernels.layouts import ALIGNMENT, Argument, argument_error
 from mha2mla.kernels.mla_decode import codes_selection
 from mha2mla.kernels.mla_decode.codes_selection import coded_shape
 from mha2mla.kernels.mla_decode.quantization import CODES
 from mha2mla.kernels.mla_decode.selection import DecodeShape, latent_shape, refusal, select_kernel
+from mha2mla.kernels.ops import ALIGNMENT, Argument, argument_error, capability, dtype_name, in_plain_eager_mode
+from mha2mla.kernels.rope_append.api import LatentRope
 from mha2mla.kernels.split_kv.choice import MERGED_ROWS
 from mha2mla.kernels.split_kv.op import PagedOp, dispatch
 from mha2mla.kernels.split_kv.plan import DecodePlan
@@ -42,7 +41,7 @@ def _declare(suffix: str, has_rope_cache: bool, codes: bool) -> PagedOp:
         select=partial(select_kernel, has_rope_cache=has_rope_cache, codes=codes),
         package="mha2mla.kernels.mla_decode",
         modules={"latent_portable": "swap_ab", "latent_fp8": "latent_ws", "latent_cluster": "swap_ab_cluster"},
-        reference=f"mha2mla.kernels.mla_decode.reference:{name}_reference",
+        reference=f"mha2mla.kernels.split_kv.reference:{name}_reference",
         numbers=() if has_rope_cache else ("scaling",),
         guards_indices=codes and has_rope_cache,
         opaque_smem_writes=not has_rope_cache,
@@ -68,7 +67,7 @@ GROUP_CODES = PagedOp(
     select=codes_selection.select_kernel,
     package="mha2mla.kernels.mla_decode",
     modules=dict.fromkeys(("codes_portable", "codes_ws", "codes_cluster"), "codes"),
-    reference="mha2mla.kernels.mla_decode.reference:mla_decode_codes_reference",
+    reference="mha2mla.kernels.split_kv.reference:mla_decode_codes_reference",
     opaque_smem_writes=True,
 )
 

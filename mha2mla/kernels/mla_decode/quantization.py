@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.layouts import argument_error
+from mha2mla.kernels.ops import argument_error
 
 CODES = torch.float8_e4m3fn
 LARGEST_CODE = 448.0

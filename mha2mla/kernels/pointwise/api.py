@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mha2mla.kernels.devices import register_kernel, runs_compiled
-from mha2mla.kernels.layouts import check_beside
+from mha2mla.kernels.ops import check_beside, register_kernel, runs_compiled
 
 
 def rms_norm(

@@ -5,9 +5,8 @@ import math
 import tilelang.language as T
 from torch import Tensor
 
-from mha2mla.kernels.devices import capability, dtype_name, on_device
-from mha2mla.kernels.layouts import vector_of, with_dense_rows
 from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, Buffers, Machine, compiler
+from mha2mla.kernels.ops import capability, dtype_name, on_device, vector_of, with_dense_rows
 from mha2mla.kernels.skinny_linear.selection import ROW_BUCKETS
 
 

@@ -8,10 +8,9 @@ from typing import Any
 import tilelang.language as T
 from torch import Tensor
 
-from mha2mla.kernels.devices import capability, dtype_name, on_device
-from mha2mla.kernels.layouts import vector_of, with_dense_rows
 from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, GPU, Buffers, Machine, compiler, make_function
 from mha2mla.kernels.mla_decode.quantization import SCALE_OF_LARGEST, SMALLEST_SCALE
+from mha2mla.kernels.ops import capability, dtype_name, on_device, vector_of, with_dense_rows
 from mha2mla.kernels.skinny_linear.up_projections import THREADS as W_UK_THREADS
 from mha2mla.kernels.skinny_linear.up_projections import w_uk_blocks, w_uk_parts
 

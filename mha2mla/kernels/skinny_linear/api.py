@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from mha2mla.kernels.devices import check_backend, register_kernel
-from mha2mla.kernels.layouts import ALIGNMENT, argument_error, check_like
+from mha2mla.kernels.ops import ALIGNMENT, argument_error, check_backend, check_like, register_kernel
 from mha2mla.kernels.skinny_linear.selection import (
     COLUMN_STEP,
     HEAD_COLUMNS,

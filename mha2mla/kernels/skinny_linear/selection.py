@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.devices import capability, num_sms
-from mha2mla.kernels.layouts import ALIGNMENT
+from mha2mla.kernels.ops import ALIGNMENT, capability, num_sms
 from mha2mla.kernels.split_kv.choice import HOPPER, SHARED_MEMORY, shared_memory_limit
 
 ROW_BUCKETS = (8, 16, 64, 128)  # rows of x, at most, of each streaming kernel

@@ -10,9 +10,8 @@ from dataclasses import asdict
 import tilelang.language as T
 from torch import Tensor
 
-from mha2mla.kernels.devices import dtype_name, num_sms, on_device
-from mha2mla.kernels.layouts import aligned
 from mha2mla.kernels.machine import BARRIER, BY_ROW, EXACT_PASS_CONFIGS, WARPGROUP, Buffers, compile_for, compiled_once
+from mha2mla.kernels.ops import aligned, dtype_name, num_sms, on_device
 from mha2mla.kernels.skinny_linear.selection import BLOCK, ROW_BUCKETS, linear_tiling
 from mha2mla.kernels.skinny_linear.up_projections import launch_w_uv
 

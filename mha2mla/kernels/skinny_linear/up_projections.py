@@ -6,9 +6,8 @@ from typing import Any
 import tilelang.language as T
 from torch import Tensor
 
-from mha2mla.kernels.devices import capability, dtype_name, on_device
-from mha2mla.kernels.layouts import aligned, with_dense_rows
 from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, GPU, PASS_CONFIGS, Buffers, compiler
+from mha2mla.kernels.ops import aligned, capability, dtype_name, on_device, with_dense_rows
 
 ROWS = 8  # tokens of a block
 COLUMNS = 128  # of a block

@@ -4,10 +4,9 @@ import tilelang.language as T
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.devices import capability as capability_of
-from mha2mla.kernels.devices import dtype_name
-from mha2mla.kernels.layouts import aligned
 from mha2mla.kernels.machine import SMALL_PASS_CONFIGS, Machine, compile_for, compiled_once, compiler
+from mha2mla.kernels.ops import aligned, dtype_name
+from mha2mla.kernels.ops import capability as capability_of
 from mha2mla.kernels.split_kv.choice import MAX_SPLITS
 from mha2mla.kernels.split_kv.device import LN2, LOG2E, MASKED
 

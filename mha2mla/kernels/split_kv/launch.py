@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.utils.dlpack import to_dlpack
 from tvm_ffi import from_dlpack
 
-from mha2mla.kernels.devices import capability as capability_of
-from mha2mla.kernels.devices import dtype_name, on_device
-from mha2mla.kernels.layouts import ALIGNMENT, argument_error, check_aligned
 from mha2mla.kernels.machine import OPAQUE_SMEM_WRITES, PASS_CONFIGS, SMALL_PASS_CONFIGS, compile_for, compiled_once
+from mha2mla.kernels.ops import ALIGNMENT, argument_error, check_aligned, dtype_name, on_device
+from mha2mla.kernels.ops import capability as capability_of
 from mha2mla.kernels.split_kv.combine import combine_rows, combine_splits, compile_combine
 from mha2mla.kernels.split_kv.combine_w_uv import compile_combine_w_uv
 

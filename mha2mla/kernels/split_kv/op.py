@@ -11,15 +11,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.devices import capability, check_backend, dtype_name, in_plain_eager_mode, load, num_sms, register
-from mha2mla.kernels.layouts import (
+from mha2mla.kernels.ops import (
     Argument,
     Layout,
     accumulator,
     argument_error,
+    capability,
     check_aligned,
+    check_backend,
     check_float,
     check_scale,
+    dtype_name,
+    in_plain_eager_mode,
+    load,
+    num_sms,
+    register,
 )
 from mha2mla.kernels.split_kv.choice import SEQLENS_Q
 from mha2mla.kernels.split_kv.plan import DecodePlan, allocate_plan, check_spans, check_splits, check_window

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.devices import in_plain_eager_mode, register
+from mha2mla.kernels.ops import in_plain_eager_mode, register
 from mha2mla.kernels.split_kv.choice import FIELDS, MAX_BATCH, MAX_SPLITS
 
 MOST_LAUNCHES = 64  # that a plan remembers: a model's layers are a few kinds of calls

@@ -3,9 +3,9 @@
 import tilelang.language as T
 from torch import Tensor
 
-from mha2mla.kernels.devices import capability as capability_of
-from mha2mla.kernels.devices import on_device
 from mha2mla.kernels.machine import SMALL_PASS_CONFIGS, compile_for, compiled_once
+from mha2mla.kernels.ops import capability as capability_of
+from mha2mla.kernels.ops import on_device
 from mha2mla.kernels.split_kv.choice import FIELDS, FRAGMENT_TILES, MAX_BATCH, TILE_TOKENS, Column
 
 PIECES = 8  # sizes of the aligned way of cutting that are tried at once

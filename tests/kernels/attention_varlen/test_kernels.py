@@ -22,8 +22,8 @@ from mha2mla.kernels.attention_varlen.warp_specialised import (
     padded,
     shared_bytes,
 )
-from mha2mla.kernels.devices import capability
 from mha2mla.kernels.machine import SMALL_PASS_CONFIGS, compile_for
+from mha2mla.kernels.ops import capability
 from mha2mla.testing.prefill_problems import PrefillProblem, judge
 from tests.few import few
 from tests.gpu import graph_of

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mha2mla.kernels.latent_rope import LatentRope, rotary_keys
 from mha2mla.kernels.mla_decode.selection import CLUSTER, DecodeShape, cluster_shared_memory, halve, list_kernels
+from mha2mla.kernels.rope_append.api import LatentRope, rotary_keys
 from mha2mla.kernels.split_kv.choice import tile_rows
 from mha2mla.testing.kernel_check import draw_cases
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mha2mla.kernels import mla_decode, plan_mla_decode
-from mha2mla.kernels.devices import capability
+from mha2mla.kernels.ops import capability
 from mha2mla.kernels.split_kv.choice import MAX_BATCH
 from mha2mla.testing.problems import Problem
 from tests.kernels.problems import assert_right, random_schedule_call, same_schedule

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mha2mla.kernels.layouts import Argument
+from mha2mla.kernels.ops import Argument
 from mha2mla.kernels.split_kv import launch as kernels
 from mha2mla.kernels.split_kv import op as frame
 from mha2mla.kernels.split_kv.op import PagedOp

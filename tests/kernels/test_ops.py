@@ -14,7 +14,7 @@ from mha2mla.kernels import (
     plan_mla_decode,
     quantize_latent,
 )
-from mha2mla.kernels.layouts import aligned, check_aligned
+from mha2mla.kernels.ops import aligned, check_aligned
 from mha2mla.testing.problems import GQAProblem, Problem
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.timeout(300)])]
