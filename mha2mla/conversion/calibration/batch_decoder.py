@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +22,7 @@ from mha2mla.modeling.source_attention import NAME
 _GROUPED = "mha2mla_grouped_sdpa"
 _STAGES = 8  # graphs of a run: each sees as much of the cache as is filled by its end
 _ALIGNMENT = 64  # keys; what fused attention wants of a mask's rows, and to spare
-_MUCH = math.inf  # tokens from which on pages serve: never yet, since their graph ended in an assert on an H100
+_MUCH = 1 << 19  # tokens from which on pages serve: their kernels take half a minute to compile, once
 _CPU_ROWS = 64
 _CUDA_ROWS = 2048
 _MEMORY_SHARE = 0.25  # share of an accelerator's memory for the keys, the values and the predictions of all rows
@@ -45,16 +44,19 @@ def rows_at_once(model: nn.Module, length: int) -> int:
 def decoder(model: nn.Module, rows: int, length: int, recorder: Recorder | None = None) -> NextLogits:
     """The next tokens of all rows, [rows] -> their logits [rows, vocabulary]; remembers what it was given.
 
-    On CUDA a step is the replay of a graph: by transformers over a static cache, where the two can be captured, one
-    graph for every eighth of ``length``, so that a step reads what is filled of the cache and not all of it. A graph
-    over pages, by the package's kernels, is chosen from ``_MUCH`` tokens on, which is never as yet. A tensor that was
-    returned is overwritten by the next call.
+    On CUDA a step is the replay of a graph: from ``_MUCH`` tokens on over pages, by the package's kernels, where these
+    serve the model; else by transformers over a static cache, where the two can be captured: one graph for every eighth
+    of ``length``, so that a step reads what is filled of the cache and not all of it. A tensor that was returned is
+    overwritten by the next call.
 
     Args:
         model: causal language model of transformers, converted or not.
         rows: how many tokens a call takes.
         length: how many calls there will be at most.
         recorder: of the graphs; default CUDA's.
+
+    Warns:
+        UserWarning: a graph that could not be made, and why; the next way decodes.
     """
     recorder = recorder or CudaGraphs()
     if model.device.type == recorder.device_type:
@@ -62,7 +64,9 @@ def decoder(model: nn.Module, rows: int, length: int, recorder: Recorder | None 
         for kind in (_PagedDecoder, _CapturedDecoder) if is_much else (_CapturedDecoder,):
             try:
                 return kind(model, rows, length, recorder)
-            except (RuntimeError, ValueError):
+            except (RuntimeError, ValueError) as error:
+                reason = str(error).strip().partition("\n")[0]
+                warnings.warn(f"{kind.manner} was not captured, and text is written slowly: {reason}", stacklevel=2)
                 if model.device.type == "cuda":
                     torch.cuda.synchronize()
     cache = DynamicCache(config=model.config)
@@ -75,6 +79,8 @@ class _PagedDecoder:
     Attributes:
         counts: positions, slots and lengths [rows] on the device, which a replay increments.
     """
+
+    manner = "a decode step over pages"
 
     def __init__(self, model: nn.Module, rows: int, length: int, recorder: Recorder) -> None:
         usual, pages = model.config._attn_implementation, -(-length // PAGE_SIZE)
@@ -144,6 +150,8 @@ def filled_cache(model: nn.Module, length: int) -> StaticCache:
 
 class _CapturedDecoder:
     """Graphs of one step over one cache."""
+
+    manner = "a decode step over a static cache"
 
     def __init__(self, model: nn.Module, rows: int, length: int, recorder: Recorder) -> None:
         self.cache = filled_cache(model, length)

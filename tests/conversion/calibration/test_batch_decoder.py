@@ -1,5 +1,7 @@
 """The decoder that writes calibration text: every way of running a step gives the model's own predictions."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -72,13 +74,42 @@ def test_a_graph_over_pages_predicts_the_same(kind, tmp_path, monkeypatch):
     torch.testing.assert_close(predicted, expected, rtol=1e-4, atol=1e-4)
 
 
+class Addresses(Tape):
+    """Keeps of a recorded step what a CUDA graph does: addresses alone."""
+
+    def explain(self, cache):
+        self.pages = [weakref.ref(page) for layer in cache.layers for page in layer.tensors.values()]
+
+    def record(self, step, undo, device):
+        result = step()
+        undo()
+        return result, lambda: None
+
+
+@torch.inference_mode()
+def test_a_graph_over_pages_keeps_what_it_reads():
+    recorder = Addresses()
+    step = batch_decoder._PagedDecoder(tiny.model(), 3, LENGTH, recorder)
+    gc.collect()
+    assert recorder.pages and all(page() is not None for page in recorder.pages)
+    del step
+    gc.collect()
+    assert not any(page() is not None for page in recorder.pages)
+
+
 @torch.inference_mode()
 def test_little_text_and_refused_captures_take_other_decoders(monkeypatch):
     model = tiny.model()
     assert isinstance(decoder(model, 2, 16, recorder=Tape()), batch_decoder._CapturedDecoder)
     monkeypatch.setattr(batch_decoder, "_MUCH", 0)
     given = tokens()
-    step = decoder(model, *given.shape, recorder=Refusing())
+    with pytest.warns(UserWarning) as said:
+        step = decoder(model, *given.shape, recorder=Refusing())
+    assert [str(each.message).partition(" was not captured")[0] for each in said] == [
+        "a decode step over pages",
+        "a decode step over a static cache",
+    ]
+    assert all("operation not permitted when stream is capturing" in str(each.message) for each in said)
     predicted = torch.stack([step(column).clone() for column in given.T], 1)
     torch.testing.assert_close(predicted, model(given).logits, rtol=1e-4, atol=1e-5)
 
