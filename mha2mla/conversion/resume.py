@@ -20,6 +20,8 @@ REQUEST_FILE = "request.json"
 _SUFFIX = ".safetensors"
 _LAYER = re.compile(r"layer-(\d{5})")
 _CODE = ("conversion", "modeling", "data", "texts.py", "geometry.py", "pipeline")
+# What begins a document and how it goes on; not how a step is computed, which changes samples by rounding alone.
+_TEXT_CODE = ("conversion/calibration/generated_text.py", "conversion/calibration/windows.py", "data", "texts.py")
 
 
 class ResumeError(ValueError):
@@ -34,9 +36,18 @@ def tensor_hash(tensor: torch.Tensor) -> str:
 def code_hash(*more: str) -> str:
     """sha256 of the package's own code and texts that decide what a converted layer is, and of ``more`` files and
     folders below the package: a version may stand still while they change."""
+    return _files_hash(*_CODE, *more)
+
+
+def text_code_hash() -> str:
+    """The same of the code and texts that decide what a model is let write."""
+    return _files_hash(*_TEXT_CODE)
+
+
+def _files_hash(*parts: str) -> str:
     package = Path(__file__).parents[1]
     total = hashlib.sha256()
-    found = (package / part for part in (*_CODE, *more))
+    found = (package / part for part in parts)
     paths = (path for part in found for path in (part.rglob("*") if part.is_dir() else [part]))
     for path in sorted(path for path in paths if path.suffix in (".py", ".txt")):
         total.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())

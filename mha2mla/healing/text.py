@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from mha2mla.conversion.calibration.blocks import TokenBlocks, Windows, listed
 from mha2mla.conversion.calibration.generated_text import PIECES, ROW, generate_windows
 from mha2mla.conversion.calibration.windows import calibration_windows
-from mha2mla.conversion.resume import WorkFolder, code_hash, keep_text, kept_text, read_piece, tensor_hash
+from mha2mla.conversion.resume import WorkFolder, keep_text, kept_text, read_piece, tensor_hash, text_code_hash
 from mha2mla.conversion.source.opening import Source, read_tokenizer
 from mha2mla.environment import device_name, installed_version, usual_dtype
 from mha2mla.healing.settings import Settings
@@ -116,7 +116,7 @@ def _written(
     Long windows are one continuation; short ones of rows as calibration writes them.
     """
     asked = {length: count for length, count in asked.items() if count}
-    machine = [device_name(device), torch.__version__, installed_version("transformers"), code_hash()]
+    machine = [device_name(device), torch.__version__, installed_version("transformers"), text_code_hash()]
     kept = kept_text([name, dict(digests), machine, sorted(asked.items()), settings.seed])
     if (found := read_piece(kept, kept.stem)) is not None:
         return [found[0][str(length)] for length in asked]

@@ -29,6 +29,7 @@ from mha2mla.conversion.resume import (
     kept_text,
     read_piece,
     tensor_hash,
+    text_code_hash,
 )
 from mha2mla.conversion.source.files import FileIdentity
 from mha2mla.environment import device_name, installed_version
@@ -183,7 +184,8 @@ def _kept_text(plan: Plan, files: Mapping[str, FileIdentity]) -> Path | None:
         return None
     calibration = plan.recipe.calibration
     asked = [list(plan.lengths), calibration.tokens, calibration.seed]
-    return kept_text([{name: each.sha256 for name, each in files.items()}, _machine(plan), asked])
+    machine = {**_machine(plan), "code": text_code_hash()}
+    return kept_text([{name: each.sha256 for name, each in files.items()}, machine, asked])
 
 
 def _request(plan: Plan, weights: dict[str, FileIdentity]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from mha2mla.conversion import resume
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.calibration.generated_text import generate_windows
 from mha2mla.conversion.resume import WorkFolder
@@ -45,8 +46,12 @@ def test_the_source_writes_short_and_long_windows_once(source, tmp_path, monkeyp
     blocks = made(source, "generated", tmp_path)
     assert calls == [(64, 4, 64), (16, 48, 512)], "a long window is one continuation"
     assert blocks.lengths == (16,) * 12 + (64,) * 4 and blocks.tokens.shape == (16, 64)
+    monkeypatch.setattr(resume, "_CODE", ("geometry.py",))  # code that does not write it has changed
     again = made(source, "generated", tmp_path)
     assert len(calls) == 2 and torch.equal(again.tokens, blocks.tokens) and again.lengths == blocks.lengths
+    monkeypatch.setattr(resume, "_TEXT_CODE", ("geometry.py",))
+    made(source, "generated", tmp_path)
+    assert len(calls) == 4
 
 
 def test_text_that_cannot_be_kept_is_said(source, tmp_path, monkeypatch):

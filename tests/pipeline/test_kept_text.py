@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mha2mla.conversion import resume
 from mha2mla.conversion.calibration import windows
 from tests.conversion import tiny
 from tests.conversion.tiny import convert
@@ -35,6 +36,14 @@ def test_another_ratio_takes_the_text_of_the_first(source, tmp_path, writings):
     convert(source, tmp_path / "tokens", {**RECIPE, "calibration.tokens": 512})
     convert(tiny.checkpoint(tmp_path / "other", seed=5), tmp_path / "of another", RECIPE)
     assert writings == [0, 1, 0, 0]
+
+
+def test_text_outlives_code_that_does_not_write_it(source, tmp_path, writings, monkeypatch):
+    for number, part in enumerate((None, "_CODE", "_TEXT_CODE")):
+        if part is not None:
+            monkeypatch.setattr(resume, part, ("geometry.py",))
+        convert(source, tmp_path / str(number), RECIPE)
+    assert writings == [0, 0]
 
 
 def test_a_text_that_nobody_writes_is_not_kept(source, tmp_path, writings):
