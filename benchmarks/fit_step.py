@@ -37,7 +37,7 @@ from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.source.opening import open_source
 from mha2mla.environment import compute_device
 from mha2mla.geometry import MLAGeometry
-from mha2mla.modeling.recorders import CudaGraphs
+from mha2mla.modeling.captured import CudaGraphs
 from mha2mla.trial_models import fetch_smollm2
 
 TEXT = "builtin:pydoc"

@@ -40,7 +40,7 @@ from mha2mla.healing.loss import distillation_loss, divergence
 from mha2mla.healing.settings import Settings
 from mha2mla.healing.student import load_models
 from mha2mla.modeling import paged_model
-from mha2mla.modeling.recorders import CudaGraphs
+from mha2mla.modeling.captured import CudaGraphs
 
 STEPS = 24  # timed of each part
 KERNELS = 8  # named

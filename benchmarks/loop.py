@@ -29,7 +29,7 @@ from benchmarks.recording import Recording, command
 from benchmarks.step_timeline import by_plain_torch, distances
 from mha2mla.loop import Loop, Sampling
 from mha2mla.modeling import PagedSource, paged_model
-from mha2mla.modeling.recorders import Recorder
+from mha2mla.modeling.captured import Recorder
 from mha2mla.trial_models import converted_config, random_model, source_config
 
 RESERVE = 2 * 2**30  # bytes beside weights and cache: logits, partial results, graphs

@@ -16,7 +16,7 @@ from mha2mla.loop.sampler import History, choose
 from mha2mla.loop.scheduler import Chunk, Scheduler
 from mha2mla.modeling import BatchModel, PagedCache, paged_model
 from mha2mla.modeling.cache_layout import PAGE_SIZE
-from mha2mla.modeling.recorders import CudaGraphs, Recorder
+from mha2mla.modeling.captured import CudaGraphs, Recorder
 
 _SHARE_OF_FREE = 0.8  # share of the GPU's free memory: prompts need some beside the cache
 _CPU_BYTES = 2**30

@@ -12,7 +12,7 @@ from mha2mla.kernels import compile_ahead
 from mha2mla.loop.scheduler import Chunk
 from mha2mla.modeling import AttentionStep, BatchModel, PagedCache, SequenceBatch
 from mha2mla.modeling.batch import to_device
-from mha2mla.modeling.recorders import Recorder
+from mha2mla.modeling.captured import Recorder
 
 _PROMPTS = (16, 128, 256)  # tokens of a step, up to which kernels differ
 

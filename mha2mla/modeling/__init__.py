@@ -6,7 +6,6 @@ from mha2mla.modeling import source_attention, tensor_parallel
 from mha2mla.modeling.attention import MLAAttention
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.batch import CacheCapacityError, SequenceBatch
-from mha2mla.modeling.batch_model import BatchModel
 from mha2mla.modeling.cache import LatentCache
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.model import (
@@ -15,11 +14,11 @@ from mha2mla.modeling.model import (
     MHA2MLAModel,
     MHA2MLAPreTrainedModel,
 )
-from mha2mla.modeling.paged_cache import PagedCache
+from mha2mla.modeling.paged_cache import BatchModel, PagedCache
 from mha2mla.modeling.pages import StaleBatchError
 from mha2mla.modeling.registry import AttentionBackend, AttentionRegistry
 from mha2mla.modeling.served import LayerAttention, what_serves
-from mha2mla.modeling.source_model import PagedSource, paged_model
+from mha2mla.modeling.source_attention import PagedSource, paged_model
 from mha2mla.modeling.step import AttentionStep
 
 source_attention.register()

@@ -16,15 +16,35 @@ from mha2mla.modeling import modeling_mha2mla
 from mha2mla.modeling.cache import LatentCache
 from mha2mla.modeling.cache_layout import quantizer_of
 from mha2mla.modeling.config import MHA2MLAConfig
-from mha2mla.modeling.fused_projections import affine_map, own_map, project
-from mha2mla.modeling.guards import refuse_gradients
+from mha2mla.modeling.decoder import affine_map, own_map, project
 from mha2mla.modeling.step import AttentionStep
 from mha2mla.modeling.tensor_parallel import HeadShard
 
+_NO_HISTORY = (
+    "past_key_values was a LatentCache that held tokens, and it keeps no gradients: those of this call would leave out "
+    "what is cached; expected a DynamicCache or None"
+)
 _NO_TRAINING = (
     "tensor_parallel_size is more than 1, where gradients of what all ranks hold would be of one rank's heads alone; "
     "expected one device, or FSDP, for training"
 )
+
+
+class _RefusedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, anchor: Tensor, why: str) -> Tensor:
+        ctx.why = why
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        raise ValueError(ctx.why)
+
+
+def refuse_gradients(value: Tensor, why: str = _NO_HISTORY) -> Tensor:
+    """``value``, which seems to require a gradient; a backward pass that comes here raises ValueError, with ``why``."""
+    with torch.enable_grad():
+        return _RefusedGradient.apply(value, torch.empty(0, requires_grad=True), why)
 
 
 class MLAAttention(modeling_mha2mla.MLAAttention):

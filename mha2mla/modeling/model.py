@@ -1,36 +1,227 @@
-"""The package's models: those of ``modeling_mha2mla.py`` with latent caches, kernels and captured steps."""
+"""The models: those of ``modeling_mha2mla.py`` with latent caches, kernels and, in ``generate``, captured steps."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache
+from torch.nn import functional as F
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from mha2mla.modeling import modeling_mha2mla
-from mha2mla.modeling.attention import MLAAttention
+from mha2mla.modeling.attention import MLAAttention, refuse_gradients
 from mha2mla.modeling.batch import SequenceBatch
-from mha2mla.modeling.batch_model import BatchModel
-from mha2mla.modeling.cache import LatentCache
-from mha2mla.modeling.captured import DecodeGraphs, GraphStore
+from mha2mla.modeling.cache import LatentCache, check_mask
+from mha2mla.modeling.captured import DecodeGraphs, GraphStore, explain_capture
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.decoder import FusedDecoder, run_base_model
-from mha2mla.modeling.generation import LatentGenerationMixin
-from mha2mla.modeling.guards import LengthWatch, refuse_gradients
 from mha2mla.modeling.modeling_mha2mla import is_padding_mask, is_recorded
+from mha2mla.modeling.paged_cache import BatchModel
 from mha2mla.modeling.registry import AttentionConstants
 from mha2mla.modeling.served import AttentionReport, what_serves
 from mha2mla.modeling.step import AttentionStep
 from mha2mla.modeling.tensor_parallel import tensor_parallel_plan
-from mha2mla.modeling.visibility import check_mask
 from mha2mla.stored_tensors import check_loaded_files, check_loaded_state
+
+# Fields of a model's config that ``generate`` takes as arguments.
+_CACHE_OPTIONS = ("attention_window", "num_sink_tokens", "rotary_key_cache")
+
+
+class LatentGenerationMixin(GenerationMixin):
+    """``generate`` over a :class:`LatentCache`, for a model whose base model is the source's.
+
+    On CUDA decode steps of one to eight tokens over a growing cache are captured in CUDA graphs and replayed; the
+    tokens are the same. ``generate(..., capture=False)``, or ``capture`` in a generation config, turns that off. Pages
+    and graphs of the last call are kept for the next one of as many sequences, unless they take more memory than the
+    model does, until :meth:`release_captured`.
+
+    ``generate(..., attention_window=1020, num_sink_tokens=4, rotary_key_cache="bfloat16")``, or a generation config
+    that has them, stand for what the config says by these names, for the cache of one call.
+    """
+
+    graph_store: GraphStore
+
+    def release_captured(self) -> None:
+        """Gives back the memory that ``generate`` keeps for its next call: cache pages and CUDA graphs."""
+        self.graph_store.release()
+
+    def explain_uncaptured(self) -> str | None:
+        """Why ``generate`` would run its decode steps uncaptured, or None; layers that no kernel serves stay so too."""
+        return explain_capture(self, self.graph_store.new_recorder.device_type) or self.graph_store.failure
+
+    def _prepare_generation_config(
+        self,
+        generation_config: GenerationConfig | None,
+        capture: bool | None = None,
+        attention_window: int | None = None,
+        num_sink_tokens: int | None = None,
+        rotary_key_cache: str | None = None,
+        **kwargs: Any,
+    ) -> tuple[GenerationConfig, dict[str, Any]]:
+        """``generate``'s hook for its config, which takes the arguments ``capture``, by default True, and those of
+        ``_CACHE_OPTIONS``, by default the config's."""
+        prepared, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
+        prepared.capture = getattr(prepared, "capture", True) if capture is None else capture
+        for name, given in zip(_CACHE_OPTIONS, (attention_window, num_sink_tokens, rotary_key_cache), strict=True):
+            if given is not None:
+                setattr(prepared, name, given)
+        return prepared, model_kwargs
+
+    def prepare_inputs_for_generation(
+        self, *args: Any, past_key_values: Cache | None = None, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """transformers' inputs, and ``mla_captured``, by which ``forward`` knows that it may replay a step."""
+        inputs = super().prepare_inputs_for_generation(
+            *args, past_key_values=past_key_values, inputs_embeds=inputs_embeds, **kwargs
+        )
+        captured = getattr(past_key_values, "captured", None)
+        return inputs if captured is None else {**inputs, "mla_captured": captured}
+
+    def create_masks_for_generate(
+        self,
+        config: MHA2MLAConfig,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
+        past_key_values: Cache | None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The mask that ``generate`` gives to ``forward`` when the cache is static.
+
+        Over a LatentCache it stays 2-D, because the absorbed form takes its starts from it, and gets the cache's
+        length, so that a compiled step sees one shape. Other caches get the masks of the source's architecture.
+        """
+        if isinstance(past_key_values, LatentCache):
+            if attention_mask is None:
+                return None
+            return F.pad(attention_mask, (0, past_key_values.capacity - attention_mask.shape[-1]))
+        return create_masks_for_generate(
+            config=self.model.config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+            **kwargs,
+        )
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        """``generate``'s hook for its cache: a LatentCache for "dynamic" (and by default) and "static".
+
+        The other implementations, and caches that the caller brings, are left to transformers.
+
+        Raises:
+            ValueError: an option of ``_CACHE_OPTIONS`` is not what a cache that the caller brings was made with.
+        """
+        config = self.config.with_options(**{name: getattr(generation_config, name, None) for name in _CACHE_OPTIONS})
+        kind = generation_config.cache_implementation
+        if (
+            generation_config.use_cache is False
+            or model_kwargs.get("past_key_values") is not None
+            or kind not in (None, "dynamic", "static")
+        ):
+            super()._prepare_cache_for_generation(
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
+            cache = model_kwargs.get("past_key_values")
+            has = cache.constants if isinstance(cache, LatentCache) else self.config.attention_constants()
+            if config is not self.config and has != config.attention_constants():
+                options = ", ".join(f"{name} is {getattr(config, name)!r}" for name in _CACHE_OPTIONS)
+                raise ValueError(
+                    f"{options} for {type(cache).__name__ if cache is not None else 'no cache'}; expected a LatentCache"
+                    " of a config that says so, or that the model's config says so"
+                )
+            if isinstance(cache, LatentCache):
+                captures = generation_config.capture and self.explain_uncaptured() is None
+                cache.captured = self.graph_store.steps_for(self, cache) if captures else None
+            return
+        rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        if kind != "static":
+            if generation_config.capture and self.explain_uncaptured() is None:
+                prompt = model_kwargs["position_ids"].shape[-1]
+                cache = self.graph_store.new_cache(self, config, rows, prompt, max_cache_length)
+            else:
+                cache = LatentCache(config)
+            model_kwargs["past_key_values"] = cache
+            return
+        # A step compiled for an earlier call is kept as long as the cache has its length.
+        length = max(
+            max_cache_length, generation_config.max_cache_len or 0, getattr(self, "_previous_max_cache_length", 0)
+        )
+        self._previous_max_cache_length = length
+        cache = model_kwargs["past_key_values"] = LatentCache(config, max_cache_len=length)
+        if generation_config.prefill_chunk_size is not None and not hasattr(self, "hf_device_map"):
+            # Chunked prefill is compiled, and allocation must stay out of what is.
+            cache.early_initialization(rows, 1, 1, dtype=self.dtype, device=self.device)
+
+
+class UncalibratedLengthWarning(UserWarning):
+    """A sequence is longer than ``config.calibrated_length``."""
+
+
+# Qwen2.5-Coder-0.5B calibrated at 8192 (docs/quality.md): perplexity relative to the source at 8192 and 32768 tokens in
+# the first layout; in the second one, at 8192 and 24576.
+_BEYOND = {
+    True: "Its layout, latent, lost no more beyond that length where it was measured (1.03 at four times the length).",
+    False: "Beyond that length it may be much worse than its source (1.32 instead of 1.12 at three times the length).",
+}
+
+
+class LengthWatch:
+    """Warns of the first sequence beyond ``config.calibrated_length``. Says nothing while a graph is traced."""
+
+    def __init__(self, config: MHA2MLAConfig) -> None:
+        self._config = config
+        self._warned = False
+
+    def see(self, cache: Cache | None, tokens: Tensor) -> None:
+        """Checks a step that brings ``tokens`` [B, S, ...] to what ``cache`` holds.
+
+        Only the device knows the tokens of a static cache, so its capacity counts.
+        """
+        if torch.compiler.is_compiling() or self._is_done:
+            return
+        length = tokens.shape[1]
+        if isinstance(cache, LatentCache) and cache.layers[0].max_cache_len is not None:
+            length = max(length, cache.layers[0].max_cache_len)
+        elif isinstance(cache, LatentCache | DynamicCache):
+            length += cache.get_seq_length()
+        self._compare(length)
+
+    def see_batch(self, lengths: Tensor) -> None:
+        """Checks a ragged step whose sequences have ``lengths`` [B], on the CPU."""
+        if not (torch.compiler.is_compiling() or self._is_done) and lengths.numel():
+            self._compare(int(lengths.max()))
+
+    @property
+    def _is_done(self) -> bool:
+        return self._warned or self._config.calibrated_length is None
+
+    def _compare(self, length: int) -> None:
+        limit = self._config.calibrated_length
+        if length > limit:
+            self._warned = True
+            warnings.warn(
+                f"a sequence of {length} tokens: this checkpoint was calibrated on at most {limit}"
+                f" (config.calibrated_length). {_BEYOND[self._config.rope_from_latent]}",
+                UncalibratedLengthWarning,
+                stacklevel=3,
+            )
 
 
 class MHA2MLAPreTrainedModel(modeling_mha2mla.MHA2MLAPreTrainedModel):
@@ -124,7 +315,7 @@ class MHA2MLAForCausalLM(
         Args:
             attention_mask: [B, cached + S] with 0 on tokens that nothing sees (longer masks are cut), or what the
                 source's model takes. The expanded form obeys every mask; the absorbed form all whose visible tokens lie
-                side by side in every sequence, see ``visibility.py``.
+                side by side in every sequence, see ``cache.py``.
             past_key_values: with ``use_cache`` and None a dynamic :class:`LatentCache` is made. An error in this call
                 leaves a LatentCache with the tokens that it had.
             mla_captured: steps that ``generate`` replays instead.

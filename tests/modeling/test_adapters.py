@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from mha2mla.modeling import MHA2MLAForCausalLM
-from mha2mla.modeling.fused_projections import affine_map
+from mha2mla.modeling.decoder import affine_map
 from tests.modeling import models
 
 IDS = torch.arange(5, 25)[None]

@@ -13,8 +13,7 @@ from transformers import GenerationConfig, StoppingCriteria
 
 from mha2mla.modeling import LatentCache, captured, modeling_mha2mla
 from mha2mla.modeling import cache as cache_module
-from mha2mla.modeling.captured import GraphStore
-from mha2mla.modeling.recorders import CudaGraphs
+from mha2mla.modeling.captured import CudaGraphs, GraphStore
 from tests.modeling import models
 from tests.modeling.models import padded
 from tests.modeling.tape import Refusing, Tape

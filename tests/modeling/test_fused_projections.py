@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from mha2mla.modeling import LatentCache
-from mha2mla.modeling.fused_projections import fuse_weights, fused_weight, project
+from mha2mla.modeling.decoder import fuse_weights, fused_weight, project
 from tests.modeling import models
 
 WIDTHS = (12, 5, 8)

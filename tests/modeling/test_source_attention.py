@@ -8,13 +8,14 @@ from transformers import AutoModelForCausalLM, DynamicCache, Gemma2Config, Stati
 
 from mha2mla.modeling.decoder import FusedDecoder, run_source_model
 from mha2mla.modeling.source_attention import (
+    PagedSource,
     attend,
     explain_window_attention,
+    paged_model,
     pages_of,
     warn_where_no_kernel_serves,
     window_attention,
 )
-from mha2mla.modeling.source_model import PagedSource, paged_model
 from tests.conversion import tiny
 from tests.modeling import models
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, DynamicCache
 
 from mha2mla.modeling import LatentCache
-from mha2mla.modeling.guards import UncalibratedLengthWarning
+from mha2mla.modeling.model import UncalibratedLengthWarning
 from tests.folders import edit_config
 from tests.modeling import models
 

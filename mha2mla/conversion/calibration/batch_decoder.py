@@ -15,8 +15,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from mha2mla.modeling import MHA2MLAForCausalLM, SequenceBatch, paged_model
 from mha2mla.modeling.cache_layout import PAGE_SIZE
+from mha2mla.modeling.captured import CudaGraphs, Recorder
 from mha2mla.modeling.config import cache_bytes_per_token
-from mha2mla.modeling.recorders import CudaGraphs, Recorder
 from mha2mla.modeling.source_attention import NAME
 
 _GROUPED = "mha2mla_grouped_sdpa"

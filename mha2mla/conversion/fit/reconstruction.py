@@ -18,7 +18,7 @@ import torch
 from mha2mla.conversion.calibration.blocks import ActivationStore
 from mha2mla.conversion.fit.repeatable import deterministic, tf32_on_cuda
 from mha2mla.conversion.stages import Fit
-from mha2mla.modeling.recorders import CudaGraphs
+from mha2mla.modeling.captured import CudaGraphs
 
 Forward = Callable[[Mapping[str, torch.Tensor], torch.Tensor], torch.Tensor]
 _Batch = tuple[int, torch.Tensor]  # length of the windows, and numbers of their blocks
