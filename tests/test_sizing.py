@@ -130,7 +130,7 @@ def test_losses_are_those_of_the_quality_page():
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
     small, larger = (figures for _, figures in MEASURED_LOSSES.values())
     for (preset, layout), by_ratio in small.items():
-        name = "the same, shared" if (preset, layout) == ("quick", "shared") else preset
+        name = "quick, shared" if (preset, layout) == ("quick", "shared") else preset
         on_page = {line[0]: line[5].split(" / ") for line in lines if len(line) == 8 and line[1] == name}
         assert {f"{ratio:g}": figure.split(" / ") for ratio, figure in by_ratio.items()} == {
             f"{float(ratio):g}": [losses[0], losses[2]] for ratio, losses in on_page.items()
