@@ -18,6 +18,7 @@ from tests.commands import parse, run
 
 PAGE = Path(__file__).parents[2] / "docs" / "sizing.md"
 LEFT_OUT = {"bits", "G", "note", "growth", "step_ms_largest", "step_ms_by_d_r"}
+LEFT_OUT |= {"bytes_per_token_8_bit", "bytes_per_token_kept"}
 
 
 def as_markdown(rows: list[dict], columns: dict[str, str]) -> list[str]:
@@ -38,10 +39,14 @@ def test_sizing_page_is_what_the_command_prints():
     commands = re.findall(r"^mha2mla plan (?!path).*$", text, re.M)
     sections = re.split(r"^mha2mla plan (?!path).*$", text, flags=re.M)[1:]
     assert len(commands) == 3
+    costs = []
     for command, section in zip(commands, sections, strict=True):
         found = plan_of(command)
         lines = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("|")]
-        assert lines == as_markdown(found.rows, CAPACITY_COLUMNS) + as_markdown(found.rows[1:], COST_COLUMNS)
+        assert lines == as_markdown(found.rows, CAPACITY_COLUMNS)
+        costs.append(found.rows[1] | {"target": command.split()[2]})
+    lines = [line for line in text.partition("\n## What a conversion costs")[2].splitlines() if line.startswith("|")]
+    assert lines == as_markdown(costs, COST_COLUMNS)
 
 
 def test_plan_has_the_geometry_that_convert_writes(tiny_source, tiny_converted):
