@@ -72,16 +72,10 @@ NAMED = (
 OTHERS = {
     (80, 8, 320, 16, 64, 1): (("swap_ab_ws", 3, ""), ("heads_on_m", 2, "lazy")),
     (5, 5, 512, 64, 64, 5): (("heads_on_m", 5, "lazy"),),
-    (64, 1, 768, 64, 64, 1): (*(("swap_ab_cluster", 1, way) for way in ("wide", "turns")), ("swap_ab_cluster", 2, "")),
-    (36, 4, 1024, 32, 64, 1): (*(("swap_ab_cluster", 1, way) for way in ("wide", "turns")), ("swap_ab_cluster", 2, "")),
-    (40, 1, 512, 128, 64, 1): (("swap_ab_cluster", 1, ""), ("swap_ab_cluster", 1, "wide")),
+    (64, 1, 768, 64, 64, 1): tuple(("swap_ab_cluster", *way) for way in ((1, ""), (1, "turns"), (2, ""))),
+    (36, 4, 1024, 32, 64, 1): tuple(("swap_ab_cluster", *way) for way in ((1, "narrow"), (1, "turns"), (2, ""))),
+    (40, 1, 512, 128, 64, 1): (("swap_ab_cluster", 1, ""), ("swap_ab_cluster", 1, "narrow")),
     (28, 1, 512, 128, 64, 4): (("swap_ab_cluster", 2, ""),),
-    (24, 8, 576, 24, 64, 1): (("swap_ab_cluster", 1, "wide"),),
-    (32, 8, 960, 8, 64, 1): (("swap_ab_cluster", 1, "wide"),),
-    (24, 0, 640, 64, 64, 1): (("latent_cluster", 1, "wide"),),
-    (32, 0, 1000, 64, 64, 1): (("latent_cluster", 1, "wide"),),
-    (40, 0, 448, 128, 64, 1): (("latent_cluster", 2, "wide"),),
-    (28, 0, 512, 128, 64, 4): (("latent_cluster", 4, "wide"),),
     (9, 0, 192, 128, 64, 4): (("latent_ws", 2, ""),),
     (7, 7, 960, 72, 64, 1): (("swap_ab_cluster", 4, ""),),
     (60, 5, 640, 56, 32, 1): (("swap_ab_cluster", 2, ""),),
@@ -231,7 +225,7 @@ def complete(call: Call, found: Row, rate: float, others: dict[Call, Row], befor
     elif computed == problem or Call(computed) in others:
         row["auto"] = keeps_keys((computed.geometry,)) == (computed != problem)
     if problem.seqlen_q == 1 and not call.kernel:
-        row["modelled_us"] = decode_seconds(problem.geometry, problem.tokens_seen()) * 1e6
+        row["modelled_us"] = decode_seconds(problem.geometry, problem.tokens_seen(), rate) * 1e6
     for column, of in (("over", "us"), ("graph_over", "graph_us")):
         row |= {column: row[of] / row["limit_us"]} if row.get(of) else {}
     row |= {"before_us": before[row["name"]]} if row["name"] in before else {}

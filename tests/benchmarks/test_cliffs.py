@@ -50,7 +50,7 @@ def test_a_row_names_what_limits_it():
     assert stored["of_computed"] == 0.25 and stored["before_us"] == 80 and stored["keys"] == "stored"
     assert (stored["auto"], row["auto"], rows[one]["auto"]) == (True, False, False)
     assert rows[one]["modelled_us"] > rows[one]["limit_us"] and "modelled_us" not in row
-    other = complete(Call(problem, ("latent_cluster", 4, "wide")), {"us": 300.0}, RATE, rows, {})
+    other = complete(Call(problem, ("latent_portable", 4, "resident")), {"us": 300.0}, RATE, rows, {})
     assert (other["of_rule"], other["auto"]) == (1.5, False)
     assert is_slow({"S_q": 2, "H": 40, "keys": "stored", "of_one": 1.7})
     assert not is_slow({"S_q": 2, "H": 40, "keys": "computed", "of_one": 1.7})

@@ -109,7 +109,7 @@ def ws_choices(shape: CodedShape, tiling: RowTiling, limit: int) -> selection.Ca
 
 def cluster_choices(shape: CodedShape, tiling: RowTiling, limit: int) -> selection.Candidates:
     """For wider latents, of which each CTA of two has a half; a ring of two tiles, or one and a half."""
-    cut = selection.halve(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim)
+    cut = selection.halve(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, "narrow")  # wide pieces: not tried
     wide = shape.kv_lora_rank > selection.WIDE_LATENT and shape.kv_lora_rank == selection.CLUSTER * cut.columns
     if tiling.rows > 32 or not wide or cut.rope_columns > selection.MAX_ROPE_HALF:
         return
@@ -125,7 +125,7 @@ def cluster_choices(shape: CodedShape, tiling: RowTiling, limit: int) -> selecti
             f"{selection.CLUSTER} x {cut.columns} columns, 2 warpgroups dequantise, {num_stages} parts of {cut.unit}"
             f" columns, {rope_stages} rope stages, {pieces} pieces of {PIECE} coded rows",
             num_stages=num_stages, rope_stages=rope_stages, threads=512, cluster_size=selection.CLUSTER,
-            registers=registers or (0, 0, 0), code_stages=pieces,
+            variant="narrow", registers=registers or (0, 0, 0), code_stages=pieces,
         )  # fmt: skip
         rank = (0, tiling.num_tiles, tiling.rows, -min(3, pieces), -halves, -pieces, -rope_stages)
         yield rank, choice if registers is not None and used <= limit else None, used

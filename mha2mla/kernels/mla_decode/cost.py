@@ -1,4 +1,4 @@
-"""Time of a decode call on an H200, and whether rotary keys kept beside the latent are worth their bytes.
+"""Time of a decode call on a Hopper, and whether rotary keys kept beside the latent are worth their bytes.
 
 A kernel's time is what it reads, or what it does one after the other where that takes longer. Arithmetic only, no
 TileLang; constants are fitted to measured calls (docs/notes/rotary-keys.md).
@@ -12,11 +12,11 @@ from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels.mla_decode.selection import DecodeShape, halve, key_steps, refusal, select_kernel
 from mha2mla.kernels.split_kv.choice import HOPPER, TILE_TOKENS, KernelChoice
 
-READ_RATE = 4.3e12  # bytes a second that attention kernels read
+READ_RATE = 4.3e12  # bytes a second that attention kernels read from the memory of an H200
+L2_RATE = 3.57e12  # bytes a second that tiles which make keys read, wherever from: their rings are short
 PRODUCTS = 800e12  # FLOP a second
 CLOCK, MULTIPROCESSORS = 1.755e9, 132
-FIXED = 20e-6  # seconds of a call whatever it reads, with a dirty L2
-READ_SHARE, MAKING_SHARE = 1.0, 0.83  # of READ_RATE while nothing else binds: stored keys, keys that are made
+FIXED, DIRTY_BYTES = 5e-6, 65e6  # of a call whatever it reads: seconds, and bytes of a dirty L2
 # Cycles of a multiprocessor for a tile of 64 tokens, behind one another: softmax and barriers of a tile; exchange of
 # scores in a cluster; each piece of its columns, with stored keys and with keys that are made; a product of depth 16
 # that makes 64 columns of keys or, for one computing warpgroup, scores or output. PORTABLE: latent_portable, for a
@@ -26,7 +26,8 @@ TILE, EXCHANGE, PIECE, KEY_PIECE, KEY_PRODUCT, PRODUCT, PORTABLE = 1200, 350, 60
 
 CALL_BYTES = 200e6  # latents of the calls that keeps_keys compares
 CHEAP_SHARE = 0.13  # bytes of keys over those of latents, up to which keys are kept for any gain
-FAR_OVER_LEAST, WORTH_BYTES = 2.2, 1.08  # beyond that share: times the least that computing takes, and times keeping
+FAR_OVER_LEAST = 2.2  # beyond that share: times the least that computing takes
+CHEAP_GAIN, GAIN = 1.03, 1.08  # times that computing must take of keeping: up to that share, beyond it
 
 
 def _chain(shape: DecodeShape, choice: KernelChoice, has_rope_cache: bool) -> float:
@@ -48,9 +49,9 @@ def _chain(shape: DecodeShape, choice: KernelChoice, has_rope_cache: bool) -> fl
 
 
 @lru_cache(maxsize=1024)
-def decode_seconds(geometry: MLAGeometry, tokens: int) -> float:
+def decode_seconds(geometry: MLAGeometry, tokens: int, read_rate: float = READ_RATE) -> float:
     """Seconds of a call of one new token a sequence over ``tokens`` cached ones of enough sequences for every
-    multiprocessor, in 16 bits on an H200.
+    multiprocessor, in 16 bits; ``read_rate``: bytes a second that the GPU's memory gives, of an H200 by default.
 
     Raises:
         ValueError: no kernel serves the geometry.
@@ -59,9 +60,9 @@ def decode_seconds(geometry: MLAGeometry, tokens: int) -> float:
     choice = select_kernel(shape, HOPPER, has_rope_cache=geometry.has_rope_cache)
     at_once = MULTIPROCESSORS * choice.ctas_per_sm / choice.cluster_size / choice.tiling.num_tiles
     working = tokens / TILE_TOKENS / at_once * _chain(shape, choice, geometry.has_rope_cache) / CLOCK
-    # Tiles that make keys read as slowly from L2 as from memory: their rings are short.
-    shares = 1 / READ_SHARE if geometry.has_rope_cache else choice.tiling.num_tiles / MAKING_SHARE
-    return FIXED + max(tokens * geometry.cache_bytes_per_token(2) * shares / READ_RATE, working)
+    size = tokens * geometry.cache_bytes_per_token(2)
+    from_l2 = 0.0 if geometry.has_rope_cache else size * choice.tiling.num_tiles / L2_RATE
+    return FIXED + DIRTY_BYTES / read_rate + max(size / read_rate, from_l2, working)
 
 
 def least_seconds(geometry: MLAGeometry, tokens: int) -> float:
@@ -74,9 +75,9 @@ def least_seconds(geometry: MLAGeometry, tokens: int) -> float:
 def keeps_keys(layers: tuple[MLAGeometry, ...]) -> bool:
     """True where layers that cache the latent alone should keep their rotary keys beside it, one answer for all.
 
-    Keys are kept where reading them takes less time than computing them on an H200, if they take at most 13 % of the
-    latents' bytes, or if computing takes more than 2.2 times what bytes and products need at least and 1.08 times what
-    keeping takes. Where no kernel computes keys of 16-bit latents, the bytes alone decide.
+    Keys that take at most 13 % of the latents' bytes are kept where computing takes more than 1.03 times what keeping
+    takes on an H200; others where it takes more than 1.08 times that and 2.2 times what bytes and products need at
+    least. Where no kernel computes keys of 16-bit latents, the bytes alone decide.
     """
     keys = sum(2 * layer.qk_rope_head_dim for layer in layers)
     latents = sum(layer.cache_bytes_per_token(2) for layer in layers)
@@ -93,4 +94,6 @@ def keeps_keys(layers: tuple[MLAGeometry, ...]) -> bool:
             (least_seconds, layers),
         )
     )
-    return kept < computed and (is_cheap or computed > max(FAR_OVER_LEAST * least, WORTH_BYTES * kept))
+    if is_cheap:
+        return computed > CHEAP_GAIN * kept
+    return computed > max(FAR_OVER_LEAST * least, GAIN * kept)

@@ -255,7 +255,7 @@ def _make(k: Static, types: MLATypes, streaming_registers: int, source: str):
 
 
 class LatentStatic(Columns, latent_ws.Static):
-    cut = property(lambda k: halve(k.tiling, k.d_c, 8, k.choice.variant))
+    cut = property(lambda k: halve(k.tiling, k.d_c, 8))
     steps = property(lambda k: key_steps(k.cut.columns))
 
 

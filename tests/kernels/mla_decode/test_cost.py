@@ -1,4 +1,4 @@
-"""The times that decide about kept rotary keys, beside calls measured on an H200, and the decisions."""
+"""The times that decide about kept rotary keys, beside calls measured on an H200 and an H100, and the decisions."""
 
 import json
 import re
@@ -11,12 +11,13 @@ from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels.mla_decode.cost import decode_seconds, keeps_keys, least_seconds
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
-NAME = re.compile(r"H(\d+) G(\d+) c(\d+) r(\d+)( latent)? (\d+)x(\d+)")
+NAME = re.compile(r"H(\d+) G(\d+) c(\d+) r(\d+)( latent)? (\d+)x(\d+)( p32)?( \w+ \d tiles wide)?")
 
 
-# Measured by others on an H200 at 200 MB: H, G, d_c, d_r (keys from the latent where G is 0), share of 4.3 TB/s.
+# Measured by others on an H200 at 200 MB: H, G, d_c, d_r (keys from the latent where G is 0), share of 4.3 TB/s. A
+# ``latent_cluster`` in pieces of 64 columns, which is gone, took 1.2 to 1.3 times the modelled time of a whole one.
 FOREIGN = (
-    (14, 0, 128, 64, 0.59), (32, 0, 384, 64, 0.63), (24, 0, 640, 64, 0.49), (32, 0, 1000, 64, 0.51),
+    (14, 0, 128, 64, 0.59), (32, 0, 384, 64, 0.63), (32, 0, 1000, 64, 0.51),
     (9, 0, 176, 128, 0.43), (64, 0, 512, 64, 0.39), (40, 0, 448, 128, 0.19), (28, 28, 384, 8, 0.74),
     (48, 6, 264, 40, 0.68), (24, 8, 576, 24, 0.65), (32, 8, 960, 8, 0.67), (10, 10, 168, 24, 0.59),
     (64, 1, 768, 64, 0.53), (36, 4, 1024, 32, 0.50), (80, 8, 320, 16, 0.44),
@@ -26,24 +27,27 @@ FOREIGN = (
 def measured(file: str):
     """(geometry, cached tokens, seconds) of calls of 120 MB and more with at most 64 heads and one new token."""
     for row in json.loads((RESULTS / f"{file}.json").read_text())["rows"]:
-        found = NAME.fullmatch(row["name"])
-        if found and row["MB"] >= 120 and int(found[1]) <= 64 and row["kernel"] != "swap_ab":
+        found, is_wide = NAME.fullmatch(row["name"]), row.get("variant") == "wide"  # as the rule's choice is since
+        if not found or row["status"] != "ok" or row["MB"] < 120 or int(found[1]) > 64:
+            continue
+        if row["kernel"] != "swap_ab" and ("cluster" not in row["kernel"] or is_wide):
             heads, groups, d_c, d_r, batch, length = (int(found[i]) for i in (1, 2, 3, 4, 6, 7))
             layer = MLAGeometry(heads, groups, d_c, d_r, rope_from_latent=found[5] is not None)
             yield layer, batch * length, row["us"] / 1e6
 
 
 @pytest.mark.parametrize(
-    ("file", "count", "low", "high"),
+    ("file", "rate", "count", "low", "high"),
     [
-        ("h200-latent-table", 12, 0.93, 1.09),
-        ("h200-latent-wide", 5, 0.99, 1.09),
-        ("h200-latent-equal-loss", 6, 0.98, 1.12),
-        ("h200-decode-table", 40, 0.92, 1.30),
+        ("h200-latent-table", 4.3e12, 9, 0.93, 1.09),
+        ("h200-latent-wide", 4.3e12, 2, 0.99, 1.09),
+        ("h200-latent-equal-loss", 4.3e12, 4, 0.98, 1.12),
+        ("h200-decode-table", 4.3e12, 32, 0.92, 1.08),
+        ("h100-cliffs", 3.0e12, 18, 0.92, 1.15),
     ],
 )
-def test_modelled_times_are_near_measured_ones(file, count, low, high):
-    ratios = [seconds / decode_seconds(layer, tokens) for layer, tokens, seconds in measured(file)]
+def test_modelled_times_are_near_measured_ones(file, rate, count, low, high):
+    ratios = [seconds / decode_seconds(layer, tokens, rate) for layer, tokens, seconds in measured(file)]
     assert len(ratios) >= count and low < min(ratios) and max(ratios) < high, sorted(ratios)
 
 
@@ -54,6 +58,20 @@ def test_modelled_times_are_near_those_of_others(heads, groups, d_c, d_r, share)
     assert decode_seconds(layer, tokens) == pytest.approx(200e6 / (share * 4.3e12), rel=0.18)
 
 
+def test_the_faster_way_is_taken_of_those_measured():
+    """On an H100, within 3 %, though the rule asks for the times of an H200."""
+    times: dict[tuple, dict[bool, float]] = {}
+    for row in json.loads((RESULTS / "h100-cliffs.json").read_text())["rows"]:
+        if row["G"] == 1 and row["status"] == "ok":
+            ways = times.setdefault((row["H"], row["d_c"], row["d_r"], row["S_q"]), {})
+            ways[row["keys"] == "stored"] = row["us"]  # the last row: wide pieces, as the rule's choice has them
+    pairs = {shape: ways for shape, ways in times.items() if len(ways) == 2}
+    assert len(pairs) == 9
+    for (heads, d_c, d_r, _), ways in pairs.items():
+        kept = keeps_keys((MLAGeometry(heads, 1, d_c, d_r, rope_from_latent=True),))
+        assert ways[kept] <= 1.03 * ways[not kept], (heads, d_c, d_r, kept, ways)
+
+
 @pytest.mark.parametrize(
     ("heads", "d_c", "d_r", "kept"),
     [
@@ -61,6 +79,7 @@ def test_modelled_times_are_near_those_of_others(heads, groups, d_c, d_r, share)
         (32, 1024, 128, True),  # computed by latent_portable
         (40, 448, 128, True),  # two tiles of heads, each of which makes all keys
         (28, 512, 128, True),
+        (24, 640, 64, False),  # a tenth of the bytes, for 2.8 % of the time
         (32, 384, 64, False),  # 1.6 times the least
         (9, 192, 128, False),  # as fast in three fifths of the bytes
         (9, 72, 128, True),  # 4 times the least
@@ -75,8 +94,8 @@ def test_keys_are_kept_where_computing_them_is_slow(heads, d_c, d_r, kept):
 
 
 def test_layers_decide_together():
-    slow, fast = (MLAGeometry(28, 1, d_c, d_r, rope_from_latent=True) for d_c, d_r in ((512, 128), (384, 64)))
-    assert keeps_keys((slow, slow, slow, fast)) and not keeps_keys((slow, fast, fast, fast))
+    slow, fast = (MLAGeometry(*sizes, rope_from_latent=True) for sizes in ((40, 1, 448, 128), (28, 1, 384, 64)))
+    assert keeps_keys((slow, slow, slow, fast)) and not keeps_keys((slow, *[fast] * 6))
 
 
 def test_bytes_decide_without_a_kernel_of_16_bits():

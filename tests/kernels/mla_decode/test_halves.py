@@ -10,7 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mha2mla.kernels.mla_decode.selection import CLUSTER, DecodeShape, cluster_shared_memory, halve, list_kernels
+from mha2mla.kernels.mla_decode.selection import (
+    CLUSTER,
+    DecodeShape,
+    cluster_shared_memory,
+    halve,
+    list_kernels,
+    select_kernel,
+)
 from mha2mla.kernels.rope_append.api import LatentRope, rotary_keys
 from mha2mla.kernels.split_kv.choice import tile_rows
 from mha2mla.testing.kernel_check import draw_cases
@@ -24,11 +31,30 @@ WIDTHS = (520, 576, 640, 768, 896, 960, 1000, 1024)
 def test_halves_partition_the_columns(d_c, d_r, groups):
     """Every column of a tile, latent and rotary, is one CTA's; neither reads more than 64 latent columns too many."""
     tiling = tile_rows(8 * groups, groups, 1, 32, 128)
-    cut, rotary = halve(tiling, d_c, d_r), tiling.groups_per_tile * d_r
+    cut, rotary = halve(tiling, d_c, d_r, "narrow"), tiling.groups_per_tile * d_r
     assert cut.unit in (64, 128) and cut.columns % 64 == 0 and cut.columns < d_c <= CLUSTER * cut.columns < d_c + 128
-    wide = halve(tiling, d_c, d_r, "wide")
+    wide = halve(tiling, d_c, d_r)
     assert wide.columns == cut.columns and wide.unit % 64 == 0 and wide.units == (1 if cut.columns < 512 else 2)
     assert cut.rope_own % 8 == 0 and cut.rope_own <= cut.rope_columns and rotary <= CLUSTER * cut.rope_own < rotary + 16
+
+
+@pytest.mark.parametrize(
+    ("shape", "has_rope_cache", "variant", "unit"),
+    [
+        ((24, 1, 640, 64), False, "", 320),
+        ((32, 1, 1000, 64), False, "", 256),
+        ((40, 1, 448, 128), False, "", 256),
+        ((24, 8, 576, 24), True, "", 320),
+        ((32, 8, 960, 8), True, "", 256),
+        ((64, 1, 768, 64), True, "narrow", 128),  # a ring of 2.3 tiles instead of 2
+        ((36, 4, 776, 32), True, "narrow", 64),  # wide pieces do not fit
+    ],
+)
+def test_rule_takes_the_longest_ring_then_widest_pieces(shape, has_rope_cache, variant, unit):
+    """Measured on an H100: 1 to 13 % less time than with pieces of up to 128 columns in rings of the same length."""
+    choice = select_kernel(DecodeShape(*shape, 64, 1, "bfloat16"), 90, has_rope_cache=has_rope_cache)
+    assert choice.cluster_size == CLUSTER and choice.variant == variant
+    assert f"pieces of {unit} columns" in choice.reason
 
 
 def test_scores_of_both_halves_add_up_to_all():
@@ -118,4 +144,4 @@ def test_the_ring_holds_a_tile_and_memory_is_what_is_counted():
                 assert choice.tiling.rows // choice.warpgroups <= 32 and choice.cluster_size == CLUSTER
                 assert choice.variant != "turns" or choice.warpgroups == 2
                 found.add(choice.variant)
-    assert found == {"", "wide", "turns"}
+    assert found == {"", "narrow", "turns"}
