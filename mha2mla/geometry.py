@@ -30,6 +30,10 @@ class MLAGeometry:
         latent_bits: of a cached latent element: 16 stands for the model's dtype, 8, 4 and 3 for integer codes.
         latent_group: elements whose codes share a scale and an offset of 16 bits each.
 
+    Attributes:
+        has_rope_cache: rotary keys are cached, beside the latent; False where they are computed from it.
+        has_codes: latents are cached as integer codes.
+
     Raises:
         ValueError: naming the argument, its value and what was expected.
     """
@@ -80,11 +84,9 @@ class MLAGeometry:
         for name, allowed in (("latent_bits", LATENT_BITS), ("latent_group", LATENT_GROUPS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected one of {allowed}")
-
-    @property
-    def has_rope_cache(self) -> bool:
-        """Rotary keys are cached, beside the latent; False where they are computed from it."""
-        return not self.rope_from_latent
+        # No fields, which asdict would list; no properties, which each layer of a step would call.
+        object.__setattr__(self, "has_rope_cache", not self.rope_from_latent)
+        object.__setattr__(self, "has_codes", self.latent_bits < 16)
 
     @property
     def with_stored_keys(self) -> MLAGeometry:
@@ -118,11 +120,6 @@ class MLAGeometry:
     def is_full_rank(self) -> bool:
         """The layer is the source's to rounding: every pair rotates and the latent loses nothing."""
         return self.qk_nope_head_dim == 0 and self.kv_lora_rank >= self.full_kv_lora_rank
-
-    @property
-    def has_codes(self) -> bool:
-        """Latents are cached as integer codes."""
-        return self.latent_bits < 16
 
     def cache_bytes_per_token(self, itemsize: int) -> int:
         """Bytes cached per token and layer for elements of ``itemsize`` bytes (2 for bfloat16); latents that are codes

@@ -5,10 +5,10 @@ from mha2mla.kernels.attention_varlen.api import attention_varlen, explain_atten
 from mha2mla.kernels.attention_varlen.causal import causal_attention, explain_causal_attention
 from mha2mla.kernels.gqa_decode.api import explain_gqa_decode, gqa_decode, plan_gqa_decode
 from mha2mla.kernels.group_codes.api import GroupQuantizer, append_codes, read_codes
-from mha2mla.kernels.mixed_attention.api import gqa_attention, mla_absorbed, mla_attention
+from mha2mla.kernels.mixed_attention.api import gqa_attention, mla_attention
 from mha2mla.kernels.mixed_attention.layout import MAX_DECODE_QUERY_LENGTH, absorbs_up_to, is_absorbed
 from mha2mla.kernels.mixed_attention.plan import MAX_EXPANDED_TOKENS, MixedPlan, plan_gqa_attention, plan_mla_attention
-from mha2mla.kernels.mla_decode.api import decodes_codes, explain_mla_decode, mla_decode, plan_mla_decode
+from mha2mla.kernels.mla_decode.api import decodes_codes, explain_mla_decode, mla_absorbed, mla_decode, plan_mla_decode
 from mha2mla.kernels.mla_decode.cost import keeps_keys
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent, quantize_latent
 from mha2mla.kernels.parallel_compilation import compile_ahead

@@ -55,6 +55,8 @@ class MLAAttention(modeling_mha2mla.MLAAttention):
     form, differentiable. The absorbed form does not look at ``attention_mask``.
     """
 
+    _project = staticmethod(project)
+
     def __init__(self, config: MHA2MLAConfig, layer_idx: int, source: nn.Module) -> None:
         super().__init__(config, layer_idx, source)
         self.shard: HeadShard | None = None  # this rank's heads, under tensor parallelism
@@ -73,7 +75,7 @@ class MLAAttention(modeling_mha2mla.MLAAttention):
                 f" expected a norm over each head of {self.config.head_dim}, or 1"
             )
         self.shard = HeadShard.of(self.geometry, rank, size)
-        self.geometry = self.shard.geometry
+        self.geometry, self.rope_heads = self.shard.geometry, self.shard.rope_heads
         self._count_expanded_heads()
 
     def _own(self, name: str) -> Tensor:
@@ -82,19 +84,10 @@ class MLAAttention(modeling_mha2mla.MLAAttention):
             return whole
         return whole.to_local() if is_dtensor(whole) else self.shard.part(name, whole)
 
-    def _project(self, x: Tensor, *parts: nn.Module) -> tuple[Tensor, ...]:
-        return project(x, parts)
-
     def _limits(self, cache: Cache | None) -> tuple[int | None, int]:
         if isinstance(cache, LatentCache):
             return cache.constants[self.layer_idx].limits
         return super()._limits(cache)
-
-    def _encoded(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        q_nope, q_pe, latent, k_pe = super()._encoded(hidden_states)
-        if self.shard is not None and k_pe is not None:
-            k_pe = k_pe[..., self.shard.rope_heads, :]
-        return q_nope, q_pe, latent, k_pe
 
     def _cached_latents(self, latent: Tensor, cache: Cache) -> Tensor:
         if not isinstance(cache, LatentCache):
@@ -148,22 +141,14 @@ class MLAAttention(modeling_mha2mla.MLAAttention):
         mla_step: AttentionStep | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        if mla_step is not None:
-            return self._over_pages(hidden_states, mla_step, attention_mask, **kwargs)
-        out, weights = super()._attend(hidden_states, attention_mask, past_key_values, position_ids, **kwargs)
-        if self.shard is not None and torch.is_grad_enabled():
-            out = refuse_gradients(out, _NO_TRAINING)
-        return out, weights
-
-    def _over_pages(
-        self, hidden_states: Tensor, step: AttentionStep, attention_mask: Tensor | None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """Rotates and writes the new tokens, then attends, by the layer's backend or in the expanded form.
-
-        Returns:
-            [B, S, H, d_v], and attention weights as :meth:`_expanded`.
-        """
-        layer = step.layers[self.layer_idx]
+        """With a step: rotates and writes the new tokens, then attends, by the layer's backend or in the expanded form;
+        [B, S, H, d_v], and attention weights as :meth:`_expanded`."""
+        if mla_step is None:
+            out, weights = super()._attend(hidden_states, attention_mask, past_key_values, position_ids, **kwargs)
+            if self.shard is not None and torch.is_grad_enabled():
+                out = refuse_gradients(out, _NO_TRAINING)
+            return out, weights
+        layer = mla_step.layers[self.layer_idx]
         q_nope, q_pe, latent, k_pe = self._encoded(hidden_states)
         has_codes = layer.constants.geometry.has_codes
         tensors = {
@@ -187,7 +172,7 @@ class MLAAttention(modeling_mha2mla.MLAAttention):
             tensors = {name: tensor if tensor is None else tensor.to(dtype) for name, tensor in tensors.items()}
         with no_autocast:
             buffers = {"inv_freq": self._own("inv_freq"), "latent_centers": self._centers if has_codes else None}
-            rotated, out = step.run(self.layer_idx, {**tensors, **buffers})
+            rotated, out = mla_step.run(self.layer_idx, {**tensors, **buffers})
         if out is not None:
             return out.unflatten(0, hidden_states.shape[:2]), None
         cached, k_pe = layer.tokens_with(hidden_states.shape[1], buffers["latent_centers"])

@@ -32,7 +32,7 @@ from mha2mla.modeling.step import AttentionStep
 _WEIGHT, _BIAS, _OUT_FEATURES = attrgetter("weight"), attrgetter("bias"), attrgetter("out_features")
 
 
-def project(x: Tensor, parts: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+def project(x: Tensor, *parts: nn.Module) -> tuple[Tensor, ...]:
     """Outputs of ``parts`` for x [..., in]: of one product where their weights are fused, else one after another.
 
     The product is fused without gradients, compilation and autocast, for plain ``nn.Linear`` (no hook, no adapter, no
@@ -57,7 +57,7 @@ def project_gated(x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
         weight, bias = fused
         if bias is None and gate.out_features == up.out_features and is_skinny(x, weight, gated=True):
             return skinny_linear(x, weight, gated=True)
-    return silu_mul(*project(x, (gate, up)))
+    return silu_mul(*project(x, gate, up))
 
 
 def fuse_weights(parts: Sequence[nn.Module]) -> None:
@@ -261,7 +261,7 @@ class FusedDecoder:
             norm = layer.post_attention_layernorm
             normed, residual = rms_norm(branch, norm.weight, norm.variance_epsilon, residual=residual)
             gated = project_gated(normed, layer.mlp.gate_proj, layer.mlp.up_proj)
-            (branch,) = project(gated, (layer.mlp.down_proj,))
+            (branch,) = project(gated, layer.mlp.down_proj)
         norm = self.model.norm
         return rms_norm(branch, norm.weight, norm.variance_epsilon, residual=residual)[0]
 
@@ -295,6 +295,10 @@ def run_base_model(
             given = {"position_ids": position_ids, "mla_step": mla_step}
             hidden_states = decoder.run(hidden_states, lambda attention, x: attention(x, **given)[0])
             return BaseModelOutputWithPast(hidden_states, past_key_values)
+    if mla_step is not None and None not in mla_step.plans:
+        # The base model passes a 4-D mask on as it is: spares building one that no layer looks at.
+        device = input_ids.device if inputs_embeds is None else inputs_embeds.device
+        options["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
     return model(
         input_ids=input_ids,
         position_ids=position_ids,
@@ -329,13 +333,13 @@ def run_source_model(decoder: FusedDecoder | None, input_ids: Tensor, step: Atte
 
 def _attend(attention: nn.Module, hidden_states: Tensor, inv_freq: Tensor, step: AttentionStep) -> Tensor:
     """Attention of a source's layer: [1, N, hidden] to the same."""
-    states = project(hidden_states[0], (attention.q_proj, attention.k_proj, attention.v_proj))
+    states = project(hidden_states[0], attention.q_proj, attention.k_proj, attention.v_proj)
     query, key, value = (each.unflatten(-1, (-1, attention.head_dim)) for each in states)
     if hasattr(attention, "q_norm"):  # over each head
         query, key = attention.q_norm(query), attention.k_norm(key)
     tensors = {"query": query, "key": key, "value": value, "inv_freq": inv_freq}
     out = step.run(attention.layer_idx, tensors)[1].flatten(1)
-    return project(out[None], (attention.o_proj,))[0]
+    return project(out[None], attention.o_proj)[0]
 
 
 def _own_classes(model: nn.Module) -> tuple[str | None, str]:

@@ -187,14 +187,14 @@ class LengthWatch:
 
     def __init__(self, config: MHA2MLAConfig) -> None:
         self._config = config
-        self._warned = False
+        self._limit = config.calibrated_length  # None: there is none, or the warning was given
 
     def see(self, cache: Cache | None, tokens: Tensor) -> None:
         """Checks a step that brings ``tokens`` [B, S, ...] to what ``cache`` holds.
 
         Only the device knows the tokens of a static cache, so its capacity counts.
         """
-        if torch.compiler.is_compiling() or self._is_done:
+        if self._limit is None or torch.compiler.is_compiling():
             return
         length = tokens.shape[1]
         if isinstance(cache, LatentCache) and cache.layers[0].max_cache_len is not None:
@@ -205,17 +205,12 @@ class LengthWatch:
 
     def see_batch(self, lengths: Tensor) -> None:
         """Checks a ragged step whose sequences have ``lengths`` [B], on the CPU."""
-        if not (torch.compiler.is_compiling() or self._is_done) and lengths.numel():
+        if self._limit is not None and not torch.compiler.is_compiling() and lengths.numel():
             self._compare(int(lengths.max()))
 
-    @property
-    def _is_done(self) -> bool:
-        return self._warned or self._config.calibrated_length is None
-
     def _compare(self, length: int) -> None:
-        limit = self._config.calibrated_length
-        if length > limit:
-            self._warned = True
+        if length > (limit := self._limit):
+            self._limit = None
             warnings.warn(
                 f"a sequence of {length} tokens: this checkpoint was calibrated on at most {limit}"
                 f" (config.calibrated_length). {_BEYOND[self._config.rope_from_latent]}",
@@ -384,7 +379,7 @@ class MHA2MLAForCausalLM(
         latent = past_key_values if isinstance(past_key_values, LatentCache) else None
         if latent is not None and position_ids is None:
             position_ids = latent.next_positions(query_length, tokens.device)
-        no_history = self._refuses_gradients(latent, inputs_embeds)
+        no_history = torch.is_grad_enabled() and self._refuses_gradients(latent, inputs_embeds)
         with torch.no_grad() if no_history else nullcontext():
             if latent is not None and latent.is_empty and not (torch.is_grad_enabled() or is_recorded(tokens.device)):
                 self._prepare_decoder()
@@ -393,11 +388,19 @@ class MHA2MLAForCausalLM(
                 latent.serve_by(self.config.attention_backend)
                 weights = "mla_attentions" in options
                 step = latent.step(self.model.layers, attention_mask, position_ids, shape, weights)
+                is_static = latent.is_compileable and not latent.is_empty
+                if (
+                    step is not None
+                    and None in step.plans
+                    and is_static
+                    and "flash" in self.config._attn_implementation
+                ):
+                    attention_mask = self._mask_of_static_cache(attention_mask, latent, query_length)
             outputs = run_base_model(
                 self.model,
                 self._decoder,
                 input_ids=input_ids,
-                attention_mask=self._mask_of_base_model(attention_mask, latent, step, query_length, tokens.device),
+                attention_mask=attention_mask,
                 position_ids=position_ids,
                 past_key_values=past_key_values,
                 inputs_embeds=inputs_embeds,
@@ -419,7 +422,7 @@ class MHA2MLAForCausalLM(
         Raises:
             ValueError: while training, and where a compiled graph could not say so in its backward pass.
         """
-        if cache is None or cache.is_empty or not torch.is_grad_enabled():
+        if cache is None or cache.is_empty:
             return False
         if self.training or torch.compiler.is_compiling():
             raise ValueError(
@@ -429,28 +432,16 @@ class MHA2MLAForCausalLM(
         given = inputs_embeds is not None and inputs_embeds.requires_grad
         return given or any(parameter.requires_grad for parameter in self.parameters())
 
-    def _mask_of_base_model(
-        self,
-        attention_mask: Any,
-        cache: LatentCache | None,
-        step: AttentionStep | None,
-        query_length: int,
-        device: torch.device,
-    ) -> Any:
-        """``attention_mask``, as the base model makes from it what the expanded layers look at."""
-        if step is None:
-            return attention_mask
-        if None not in step.plans:
-            # The base model passes a 4-D mask on as it is: spares building one that no layer looks at.
-            return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
-        if cache.is_compileable and not cache.is_empty and "flash" in self.config._attn_implementation:
-            # These kernels are causal from the last key on, and know of no other end of a static cache than the mask's.
-            if attention_mask is None:
-                attention_mask = torch.ones(cache.batch_size, cache.capacity, dtype=torch.long, device=device)
-            token = torch.arange(attention_mask.shape[1], device=attention_mask.device)
-            length = cache.get_seq_length().to(attention_mask.device) + query_length
-            return attention_mask.masked_fill(token >= length, 0)
-        return attention_mask
+    def _mask_of_static_cache(self, attention_mask: Tensor | None, cache: LatentCache, new_tokens: int) -> Tensor:
+        """A mask that ends with the new tokens, for flash kernels: these are causal from the last key on, and know of
+        no other end of a static cache than the mask's."""
+        if attention_mask is None:
+            attention_mask = torch.ones(
+                cache.batch_size, cache.capacity, dtype=torch.long, device=cache.layers[0].device
+            )
+        token = torch.arange(attention_mask.shape[1], device=attention_mask.device)
+        length = cache.get_seq_length().to(attention_mask.device) + new_tokens
+        return attention_mask.masked_fill(token >= length, 0)
 
     def _batch_layers(
         self, rotary_key_cache: str | None = None

@@ -76,6 +76,8 @@ class MLAAttention(nn.Module):
       differences from. The form here caches the latent itself, and reads none of these.
     """
 
+    rope_heads: slice | None = None  # of k_pe, those that are computed here; None: all
+
     def __init__(self, config: MHA2MLAConfig, layer_idx: int, source: nn.Module) -> None:
         super().__init__()
         geometry = config.layer_geometry(layer_idx)
@@ -243,7 +245,8 @@ class MLAAttention(nn.Module):
         latent, k_pe = encoded.tensor_split((geometry.kv_lora_rank,), dim=-1)
         if self.config.qk_norm:
             latent = latent + value
-        return *queries, latent, k_pe.unflatten(-1, (-1, geometry.qk_rope_head_dim))
+        k_pe = k_pe.unflatten(-1, (-1, geometry.qk_rope_head_dim))
+        return *queries, latent, k_pe if self.rope_heads is None else k_pe[..., self.rope_heads, :]
 
     def _normed(self, projected: Tensor, norm: nn.Module) -> Tensor:
         """[B, S, heads * d_h] -> [B, S, heads, d_h] after a norm over each head, or over all of them."""
@@ -490,7 +493,7 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
             cached = 0 if past_key_values is None else past_key_values.get_seq_length()
             columns = torch.arange(new_tokens, device=attention_mask.device) + cached
             counted = attention_mask.expand(batch, -1)[:, columns]
-        if not self.config.has_rope_cache and past_key_values is not None:
+        if past_key_values is not None and not self.model.layers[0].self_attn.geometry.has_rope_cache:
             position_ids = cache_positions(past_key_values, position_ids, attention_mask, new_tokens, tokens.device)
         attentions: dict[int, Tensor] | None = {} if output_attentions else None
         wanted = {

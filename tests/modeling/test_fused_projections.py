@@ -33,7 +33,7 @@ def test_fused_product_is_as_accurate_as_parts(bias, mode):
     names = [dict(part.named_parameters()) for part in parts]
     with mode():
         fuse_weights(parts)
-        made = project(x, parts)
+        made = project(x, *parts)
     assert are_one(parts) and [dict(part.named_parameters()) for part in parts] == names
     for out, separate, right in zip(made, alone, exact, strict=True):
         assert out.shape == right.shape
@@ -44,7 +44,7 @@ def test_fused_product_is_as_accurate_as_parts(bias, mode):
 def test_fused_parts_run_one_by_one_for_gradients():
     parts, x = linears(), torch.randn(1, 16)
     fuse_weights(parts)
-    out = project(x, parts)
+    out = project(x, *parts)
     assert fused_weight(x, parts) is None
     assert all(torch.equal(mine, part(x)) for mine, part in zip(out, parts, strict=True))
     sum(part.sum() for part in out).backward()
@@ -53,7 +53,7 @@ def test_fused_parts_run_one_by_one_for_gradients():
 
 def served(parts, x):
     with torch.no_grad():
-        return [out.clone() for out in project(x, parts)]
+        return [out.clone() for out in project(x, *parts)]
 
 
 def changes():
@@ -120,7 +120,7 @@ def test_parts_that_are_not_plain_are_not_fused():
             expected = [each(x) for each in parts]
             fuse_weights(parts)
             assert not are_one(parts[:2]) and fused_weight(x, parts) is None, part
-            made = project(x, parts)
+            made = project(x, *parts)
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(made, expected, strict=True))
 
 

@@ -15,12 +15,10 @@ from mha2mla.kernels.attention_varlen.api import attention_varlen, mla_prefill_v
 from mha2mla.kernels.gqa_decode.api import gqa_decode
 from mha2mla.kernels.mixed_attention.layout import Wave
 from mha2mla.kernels.mixed_attention.plan import ChunkPart, MixedPlan, check_lengths
-from mha2mla.kernels.mla_decode.api import mla_decode, mla_decode_w_uv, serves_w_uv
+from mha2mla.kernels.mla_decode.api import mla_absorbed
 from mha2mla.kernels.mla_decode.quantization import CODES, dequantize_latent, holds_codes
 from mha2mla.kernels.ops import Argument, check_backend, check_scale, check_tensors, register
 from mha2mla.kernels.rope_append.api import LatentRope, compute_rotary_keys
-from mha2mla.kernels.skinny_linear.api import project_w_uk, skinny_linear, up_project
-from mha2mla.kernels.skinny_linear.selection import is_skinny, serves_up_project, serves_w_uk
 from mha2mla.kernels.split_kv.plan import DecodePlan
 
 MAX_PARTIALS = 8  # partial results held before they are merged
@@ -141,92 +139,6 @@ def gqa_attention(
     check_scale(softmax_scale)
     check_tensors(_GQA, (query, key_cache, value_cache), page=plan.page_size)
     return _gqa_attention_op(query, key_cache, value_cache, *plan.fields(), softmax_scale, backend)
-
-
-def mla_absorbed(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    latent_cache: Tensor,
-    rope_cache: Tensor | None,
-    k_up: Tensor | None,
-    v_up: Tensor,
-    block_table: Tensor,
-    cache_seqlens: Tensor,
-    *,
-    softmax_scale: float,
-    q_latent: Tensor | None = None,
-    cache_starts: Tensor | None = None,
-    latent_scale: Tensor | None = None,
-    centers: Tensor | None = None,
-    rope: LatentRope | None = None,
-    plan: DecodePlan | None = None,
-    backend: str | None = None,
-) -> Tensor:
-    """:func:`mha2mla.kernels.mla_attention` of sequences that all bring S_q <= 8 new tokens, in the absorbed form.
-
-    W_UK goes to the query and W_UV to the output, so that attention runs over the cached latents themselves
-    (DeepSeek-V2, arXiv 2405.04434, 2.1).
-
-    Args:
-        q_nope: [B, S_q, H, d_n]; d_n may be 0.
-        q_pe: [B, S_q, H, d_r], rotated.
-        q_latent: [B, S_q, H, d_c], q_nope through W_UK; None: computed here.
-        latent_cache, rope_cache, k_up, v_up, latent_scale, rope: as in :func:`mha2mla.kernels.mla_attention`.
-        block_table, cache_seqlens, softmax_scale, cache_starts, centers, plan, backend: as in
-            :func:`mha2mla.kernels.mla_decode`.
-
-    Returns:
-        [B, S_q, H, d_v].
-
-    Raises:
-        ValueError: as :func:`mha2mla.kernels.mla_decode`.
-    """
-    is_plain = backend != "reference" and not torch.compiler.is_compiling() and not torch.is_grad_enabled()
-    if k_up is None:
-        q_latent = q_pe.new_zeros(*q_pe.shape[:3], v_up.shape[-1])
-    elif q_latent is None and is_plain and serves_w_uk(q_nope, k_up):
-        q_latent = project_w_uk(q_nope, k_up)
-    elif q_latent is None:
-        q_latent = _up_project(q_nope, k_up)
-    if is_plain and serves_w_uv(q_latent, latent_cache, v_up, block_table, plan):
-        return mla_decode_w_uv(
-            q_latent, q_pe, latent_cache, rope_cache, v_up, block_table, cache_seqlens, softmax_scale=softmax_scale,
-            plan=plan, latent_scale=latent_scale, centers=centers, rope=rope, cache_starts=cache_starts,
-            backend=backend,
-        )  # fmt: skip
-    out = mla_decode(
-        q_latent, q_pe, latent_cache, rope_cache, block_table, cache_seqlens, softmax_scale=softmax_scale,
-        latent_scale=latent_scale, centers=centers, rope=rope, cache_starts=cache_starts, plan=plan, backend=backend,
-    )  # fmt: skip
-    if is_plain and len(v_up) == out.shape[2] and v_up.is_contiguous():
-        x, weight = out.flatten(2), v_up.flatten(0, 1)
-        if is_skinny(x, weight, len(v_up)):
-            return skinny_linear(x, weight, groups=len(v_up)).unflatten(-1, v_up.shape[:2])
-    return _up_project(out, v_up, transposed=True)
-
-
-def _up_project(x: Tensor, weight: Tensor, transposed: bool = False) -> Tensor:
-    """x [B, S, H, i] times weight [k, i, o], or [k, o, i], of H / k heads each: [B, S, H, o].
-
-    Products that need no gradient read x where it lies and write the result where it is to lie, heads side by side:
-    einsum copies both. Of many tokens, weights that heads share are repeated where no kernel serves them.
-    """
-    batch, tokens, heads, _ = x.shape
-    count = weight.shape[0]
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
-        equation = "bskri,koi->bskro" if transposed else "bskri,kio->bskro"
-        return torch.einsum(equation, x.unflatten(2, (count, -1)), weight).flatten(2, 3)
-    if batch * tokens > 1 and serves_up_project(x, weight, transposed):
-        return up_project(x, weight, transposed=transposed)
-    if batch * tokens > 1 and count < heads:
-        weight = weight[:, None].expand(-1, heads // count, -1, -1).flatten(0, 1)
-    weight = weight.mT if transposed else weight
-    out = x.new_empty(batch, tokens, heads, weight.shape[2])
-    if weight.shape[0] < heads:
-        torch.bmm(x.view(count, heads // count, -1), weight, out=out.view(count, heads // count, -1))
-    else:
-        torch.bmm(x.flatten(0, 1).transpose(0, 1), weight, out=out.flatten(0, 1).transpose(0, 1))
-    return out
 
 
 def expand(latent: Tensor, weight: Tensor) -> Tensor:

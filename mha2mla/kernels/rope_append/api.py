@@ -157,8 +157,8 @@ def mla_append(
         missing = "k_pe" if k_pe is None else "rope_cache"
         raise ValueError(f"{missing} is None; expected both k_pe and rope_cache, or neither")
     if k_pe is None:
-        k_pe, rope_cache = _no_rope_head(q_pe, latent_cache)
-    codes = holds_codes(latent_cache, latent_scale)
+        k_pe, rope_cache = q_pe[:, :0], q_pe.new_empty(*latent_cache.shape[:2], 0, q_pe.shape[-1])
+    codes = (latent_scale is not None or latent_cache.dtype == CODES) and holds_codes(latent_cache, latent_scale)
     tensors = (q_pe, k_pe, inv_freq, latent, rope_cache, positions, slots, latent_scale, latent_cache)
     _check((*_MLA, _LATENT[codes]), *tensors)
     compiled = runs_compiled(backend, q_pe.device, q_pe.dtype)
@@ -215,7 +215,7 @@ def append_w_uk(
     ):
         return None
     if k_pe is None:
-        k_pe, rope_cache = _no_rope_head(q_pe, latent_cache)
+        k_pe, rope_cache = q_pe[:, :0], q_pe.new_empty(*latent_cache.shape[:2], 0, q_pe.shape[-1])
     _check((*_MLA, _LATENT[False]), q_pe, k_pe, inv_freq, latent, rope_cache, positions, slots, None, latent_cache)
     if q_nope.shape[:2] != q_pe.shape[:2]:
         raise argument_error("q_nope.shape", tuple(q_nope.shape), f"[{q_pe.shape[0]}, {q_pe.shape[1]}, d_n], by q_pe")
@@ -311,18 +311,19 @@ def slots_of(block_table: Tensor, sequences: Tensor, positions: Tensor, page_siz
     return torch.where(known & (entry >= 0) & (slot < MAX_SLOTS), slot, -1).int()
 
 
-def _no_rope_head(q_pe: Tensor, latent_cache: Tensor) -> tuple[Tensor, Tensor]:
-    return q_pe[:, :0], q_pe.new_empty(*latent_cache.shape[:2], 0, q_pe.shape[-1])
-
-
 def _check(
     arguments: tuple[Argument, ...], query: Tensor, keys: Tensor, inv_freq: Tensor, *others: Tensor | None
 ) -> None:
     """Raises ValueError naming the argument; the last of ``others`` is the cache of rows."""
     sizes = check_tensors(arguments, (query, keys, inv_freq, *others))
     query_name, key_name = arguments[0].name, arguments[1].name
-    _check_rotation(sizes, query_name, query, inv_freq)
-    _check_rotation(sizes, key_name, keys, inv_freq)
+    tables = sizes["tables"]
+    for name, x in ((query_name, query), (key_name, keys)):  # pairs, and frequencies for each head
+        heads, width = x.shape[1:]
+        if width % 2:
+            raise argument_error(f"{name}.shape", tuple(x.shape), "[N, heads, d_r] with an even d_r")
+        if sizes["pairs"] != width // 2 or (heads % tables if tables else x.numel()):
+            raise argument_error("inv_freq.shape", tuple(inv_freq.shape), f"[a divisor of {heads}, {width // 2}]")
     groups = keys.shape[1]
     if query.shape[1] % max(groups, 1):
         raise argument_error(
@@ -331,15 +332,6 @@ def _check(
     if sizes["P"] * sizes["page"] > MAX_SLOTS:
         was = tuple(others[-1].shape)
         raise argument_error(f"{arguments[-1].name}.shape", was, f"at most {MAX_SLOTS} tokens")
-
-
-def _check_rotation(sizes: dict[str, int], name: str, x: Tensor, inv_freq: Tensor) -> None:
-    """That x [N, heads, d_r] has pairs, and that each of its heads has its frequencies."""
-    heads, width, tables = x.shape[1], x.shape[2], sizes["tables"]
-    if width % 2:
-        raise argument_error(f"{name}.shape", tuple(x.shape), "[N, heads, d_r] with an even d_r")
-    if sizes["pairs"] != width // 2 or (heads % tables if tables else x.numel()):
-        raise argument_error("inv_freq.shape", tuple(inv_freq.shape), f"[a divisor of {heads}, {width // 2}]")
 
 
 def rotate_reference(

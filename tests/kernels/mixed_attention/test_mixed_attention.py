@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from mha2mla.kernels import attention_combine, gqa_attention, mla_attention
-from mha2mla.kernels.mixed_attention.api import MAX_PARTIALS, _up_project, gather_rows, mla_absorbed
+from mha2mla.kernels.mixed_attention.api import MAX_PARTIALS, gather_rows
+from mha2mla.kernels.mla_decode.api import _up_project, mla_absorbed
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent, quantize_latent
 from mha2mla.testing.problems import GroupCodesProblem, with_keys
 from tests.gpu import no_waits
