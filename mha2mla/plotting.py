@@ -69,7 +69,6 @@ class Panel:
         title: what tells this panel from its neighbours; x, y: what the axes show, with the unit.
         scales: of x and y. ``"log2"`` has ticks at powers of two; ``"ratio"`` is linear near 1, where the source lies,
             and log2 where a value is far from it.
-        categories: names of x = 0, 1, 2, …
         labels: side of the curves' names, beside their last or first points.
     """
 
@@ -78,7 +77,6 @@ class Panel:
     y: str
     curves: Sequence[Curve]
     scales: tuple[Literal["linear", "log2", "ratio"], Literal["linear", "log2", "ratio"]] = ("log2", "log2")
-    categories: Sequence[str] = ()
     labels: Literal["right", "left"] = "right"
 
     def __post_init__(self) -> None:
@@ -292,10 +290,7 @@ def _draw_panel(axes: Any, panel: Panel, row: Sequence[Panel], shows_unit: bool)
         axes.tick_params(labelleft=False)
     for axis, which, scale, panels in zip("xy", (0, 1), panel.scales, ([panel], row), strict=True):
         values = [point[which] for each in panels for curve in each.curves for point in each.drawn(curve)]
-        if axis == "x" and panel.categories:
-            axes.set_xticks(range(len(panel.categories)), panel.categories, rotation=30, ha="right")
-            axes.set_xlim(-0.5, len(panel.categories) - 0.5)
-        elif values:
+        if values:
             _set_scale(axes, axis, scale, values)
     if panel.labels == "left":
         low, high = axes.get_xlim()
@@ -324,7 +319,7 @@ def _set_scale(axes: Any, axis: str, scale: str, values: Sequence[float]) -> Non
         getattr(axes, f"set_{axis}lim")(min(values) - spare, max(values) + spare)
         part.get_major_locator().set_params(nbins=5)
     elif axis == "x":
-        part.get_major_locator().set_params(integer=all(float(value).is_integer() for value in values), nbins=5)
+        part.get_major_locator().set_params(integer=all(float(value).is_integer() for value in values), nbins=4)
         part.set_major_formatter(lambda value, _: tick_label(value))
 
 

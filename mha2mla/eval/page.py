@@ -185,8 +185,8 @@ def write_page(inputs: Sequence[OutputPath], output: OutputPath) -> Path:
     with damage_named(f"{', '.join(map(str, inputs))} cannot be reported"):
         evidence = Evidence(inputs)
         sections = [section for section in _sections(evidence, inputs, output) if section.blocks]
-        timed = (plots.model_name(report) for report in evidence.reports["latency"] if not report.get("preset"))
-        names = dict.fromkeys([*evidence.shares, *evidence.losses, *timed])
+        timed = [plots.model_name(report) for report in evidence.reports["latency"] if not report.get("preset")]
+        names = dict.fromkeys([*evidence.shares, *evidence.losses] or timed)
         title = f"{evidence.source} → {', '.join(names) or 'converted'}"
         facts = _facts(evidence)
         text = _html(title, facts, sections) if is_html else _markdown(title, facts, sections)
@@ -211,6 +211,8 @@ def _facts(evidence: Evidence) -> list[tuple[str, str]]:
             if ups:
                 last = max(ups, key=lambda line: (line["batch"] * line["seqlen"], line["batch"]))
                 shape = f"batch {last['batch']:,}, {last['seqlen']:,} tokens"
+                if model := report.get("random_weights"):
+                    shape += f", {model} with random weights"
                 found.append((f"{last['speed_up']:.3g} ×", f"speed of {named}, {shape}"))
     return found
 
@@ -310,7 +312,8 @@ def _latency_blocks(evidence: Evidence) -> Iterator[Block]:
                 {x: at, "source": source.get(at), "converted": converted.get(at)}
                 for at in sorted({*source, *converted})
             ]
-            yield Block(picture.headline, table, {x: "context", "source": "source", "converted": "converted"}, picture)
+            columns = {x: "tokens of context", "source": "sequences, source", "converted": "converted"}
+            yield Block(picture.headline, table, columns, picture if len(table) > 1 else None)
         yield Block(f"All rows of {plots.model_name(report)}", rows, LatencyRows(rows).columns(), folded=True)
     runs = [{"model": report["model"], **row} for report in evidence.reports["generate"] for row in report["rows"]]
     if runs:

@@ -48,7 +48,7 @@ def loss_by_length(conversions: Named) -> list[Picture]:
         last = sorted((found[max(found)], name) for name, found in worst.items())
         ends = (f"{_change(loss)} ({name})" for loss, name in (last[0], last[-1]))
         said = f"{' to '.join(ends)} in the longest windows"
-    headline = f"Perplexity against the source's, on the worst text: {said}"
+    headline = f"Perplexity relative to the source, on the worst text: {said}"
     return _by_text(conversions, headline, "tokens in a window", points, "line", "log2")
 
 
@@ -65,7 +65,7 @@ def loss_by_position(conversions: Named) -> list[Picture]:
             parts.setdefault((name, row["text"]), []).append(_number(row["perplexity_ratio"]))
     start, end = (max((ratios[place] for ratios in parts.values()), default=math.nan) for place in (0, -1))
     said = f"{_change(start)} at its start, {_change(end)} at its end"
-    headline = f"Perplexity inside a window, on the worst text: {said}"
+    headline = f"Perplexity relative to the source inside a window, on the worst text: {said}"
     return _by_text(conversions, headline, "position in the window (tokens)", points, "step", "linear")
 
 
@@ -136,7 +136,7 @@ def worst_losses(rows: Sequence[Row], cache: str = UNQUANTISED) -> dict[int, flo
 
 
 def probes(rows: Sequence[Row]) -> list[Picture]:
-    """Answers of source and converted model to probes of far context, a picture for each measure."""
+    """Answers of source and converted model to far context: a picture for each measure, a panel for each probe."""
     pictures = []
     for measure, subject, what in (
         ("accuracy", "answers", "right answers (share)"),
@@ -145,15 +145,17 @@ def probes(rows: Sequence[Row]) -> list[Picture]:
         part = [row for row in rows if row["measure"] == measure]
         if not part:
             continue
-        curves = [
-            Curve(name, [(place, row[name]) for place, row in enumerate(part)], role, "points")
-            for name, role in (("chance", "soft"), ("source", "source"), ("converted", "ours"))
-        ]
-        names = [f"{row['probe']}, {row['length']:,}" for row in part]
+        panels = []
+        for probe in dict.fromkeys(row["probe"] for row in part):
+            curves = [
+                Curve(name, [(row["length"], row[name]) for row in part if row["probe"] == probe], *look)
+                for name, *look in (("chance", "soft", "dashed"), ("source", "source"), ("converted", "ours"))
+            ]
+            panels.append(Panel(probe, "tokens of context", what, curves, ("log2", "linear")))
         kept = [row["retained"] for row in part if row.get("retained") is not None]
         said = f"at least {100 * min(kept):.0f} % of the source's gain over chance is kept"
         headline = f"Far context, {len(part)} probes of {subject}: {said if kept else 'the source is at chance'}"
-        pictures.append(Picture(headline, [Panel("", "", what, curves, ("linear", "linear"), names)], columns=1))
+        pictures.append(Picture(headline, panels, columns=2))
     return pictures
 
 

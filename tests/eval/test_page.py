@@ -94,6 +94,22 @@ def test_folder_brings_the_reports_beside_its_weights(tiny_source, tmp_path):
     assert text.startswith("<!-- mha2mla report/1 -->\n\n# a → b\n") and text.count("| quality.json |") == 1
 
 
+def test_times_of_another_model_name_it(tmp_path):
+    """A record of one model's losses beside one of a shape's times."""
+    write_json(tmp_path / "q.json", kind="quality", rows=[_loss()], source="a", converted="b", dtype="float32")
+    row = {"op": "generate", "batch": 1, "seqlen": 64, "status": "ok", "new_tokens": 2}
+    rows = [
+        {**row, "implementation": name, "tokens_per_s": speed, "largest_batch": 8 * int(speed)}
+        for name, speed in (("source", 1.0), ("converted", 2.0))
+    ]
+    write_json(tmp_path / "l.json", kind="latency", rows=rows, random_weights="llama-2-7b", layers=2, geometry="H=2")
+    page = Page(write_page([tmp_path / "q.json", tmp_path / "l.json"], tmp_path / "report.html"))
+    assert page.texts["h1"] == ["a → b"]
+    assert "speed of generation, batch 1, 64 tokens, llama-2-7b with random weights" in page.texts["dt"]
+    assert page.counts["figure"] == 2, "one context makes no picture of the largest batches"
+    assert {"8", "16"} <= set(page.texts["td"])
+
+
 def _loss(**others):
     return {"text": "prose", "seqlen": 512, "perplexity_ratio": 1.25, "perplexity_source": 8.0, **others}
 

@@ -72,12 +72,13 @@ def test_loss_by_bytes_takes_shares_of_older_records():
     assert plots.loss_by_bytes({"latent": rows}, {}) == []
 
 
-def test_probes_are_drawn_by_measure():
-    row = {"length": 512, "chance": 0.1, "source": 0.9, "converted": 0.5, "retained": 0.5}
+def test_probes_are_drawn_by_measure_and_probe():
+    row = {"chance": 0.1, "source": 0.9, "converted": 0.5, "retained": 0.5}
     kinds = (("one key", "accuracy"), ("sums", "accuracy"), ("span", "gain"))
-    choices, gains = plots.probes([row | {"probe": name, "measure": measure} for name, measure in kinds])
-    assert choices.panels[0].categories == ["one key, 512", "sums, 512"] and "at least 50 %" in choices.headline
-    assert _curves(gains.panels[0])["converted"] == [(0, 0.5)]
+    rows = [row | {"probe": name, "measure": each, "length": length} for name, each in kinds for length in (512, 2048)]
+    choices, gains = plots.probes(rows)
+    assert [panel.title for panel in choices.panels] == ["one key", "sums"] and "at least 50 %" in choices.headline
+    assert _curves(gains.panels[0])["converted"] == [(512, 0.5), (2048, 0.5)]
 
 
 @pytest.mark.parametrize("layers", [1, 126])
