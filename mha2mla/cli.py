@@ -455,10 +455,15 @@ def plan(
     options["latent_bits"] = latent_bits
     found = sizing.plan(source, gpu=gpu, tp=tp, context=context, **options)
     print_values(found.summary)
-    print_table(found.rows, title="each GPU", columns=sizing.CAPACITY_COLUMNS, caption=sizing.STEP_NOTE)
+    columns = {
+        key: head
+        for key, head in sizing.CAPACITY_COLUMNS.items()
+        if any(row.get(key) not in (None, "") for row in found.rows)
+    }
+    print_table(found.rows, title="each GPU", columns=columns, caption=f"{sizing.STEP_NOTE}\n")
     converted = found.rows[1:]
     print_table(converted, title="perplexity relative to the source model", columns=sizing.LOSS_COLUMNS)
-    print_table(converted, title="conversion", columns=sizing.COST_COLUMNS, caption=sizing.COST_NOTE)
+    print_table(converted, title="conversion", columns=sizing.COST_COLUMNS, caption=f"{sizing.COST_NOTE}\n")
     print("\n".join(found.commands))
     if record is not None:
         write_json(record, kind="plan", rows=found.rows, summary=found.summary, commands=found.commands)

@@ -311,7 +311,8 @@ def _set_scale(axes: Any, axis: str, scale: str, values: Sequence[float]) -> Non
         low, high = low / 1.12, max(high, low * 1.5) * 1.12
         getattr(axes, f"set_{axis}scale")("log", base=2)
         getattr(axes, f"set_{axis}lim")(low, high)
-        inside = [tick for tick in ticks if low <= tick <= high] or [min(values)]
+        inside = [tick for tick in ticks if low <= tick <= high]
+        inside = inside if len(inside) > 1 else sorted({min(values), max(values)})
         part.set_ticks(inside, [tick_label(tick) for tick in inside])
         part.minorticks_off()
     elif scale == "near one":

@@ -74,6 +74,11 @@ def test_ticks_are_powers_of_two_around_the_values(low, high, ticks):
     assert powers_of_two(low, high)[: len(ticks)] == ticks
 
 
+def test_axis_without_two_powers_of_two_shows_its_ends():
+    curves = [Curve("source", [(160, 1.0), (384, 1.0)], "source")]
+    assert {"160", "384"} <= set(_texts(_picture(curves=curves).svg()))
+
+
 def test_tick_labels_are_fractions_below_one():
     assert [tick_label(value) for value in (0.125, 1, 2048, 0.3, 0)] == ["1/8", "1", "2,048", "0.3", "0"]
 

@@ -116,7 +116,8 @@ def loss_by_bytes(conversions: Named, shares: Mapping[str, float]) -> list[Pictu
             elif points:
                 curves.append(Curve(curve, points, *look))
         title = f"windows of {length:,} tokens"
-        panels.append(Panel(title, "cache bytes ÷ source's, 16 bits", RATIO, curves, ("log2", "ratio")))
+        scales = ("log2", "ratio")
+        panels.append(Panel(title, "cache bytes ÷ source's, 16 bits", RATIO, curves, scales, labels="left"))
     headline = "What the same bytes cost: conversions beside quantised caches, on the worst text"
     return [Picture(headline, panels, columns=2)] if panels else []
 

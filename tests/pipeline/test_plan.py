@@ -142,5 +142,6 @@ def test_plan_verb_prints_and_writes(tiny_source, tmp_path, capsys):
     out = capsys.readouterr().out
     for text in ("latent 0.5", NOT_MEASURED, "SmolLM2-135M-Instruct", f"mha2mla convert {tiny_source}"):
         assert text in out
+    assert not re.search(r"\b(bits|note)\b", out.partition("Largest batch")[0]), "columns without a value"
     written = json.loads(file.read_text(encoding="utf-8"))
     assert written["kind"] == "plan" and len(written["rows"]) == 2 and len(written["commands"]) == 1
