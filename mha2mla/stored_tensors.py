@@ -137,6 +137,12 @@ def check_frequencies(name: str, frequencies: torch.Tensor) -> None:
         raise CheckpointError(f"tensor {name} has a frequency of {wrong[0]:.3g}; expected finite ones, at least 0")
 
 
+def is_finite(tensor: torch.Tensor) -> bool:
+    """True where no value of a floating-point tensor is NaN or infinite."""
+    # The extremes of a tensor with a NaN are NaN, and one pass makes no mask as large as the tensor.
+    return not tensor.numel() or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
+
+
 def check_finite(model: nn.Module) -> None:
     """Raises CheckpointError for the first parameter or buffer that has a NaN or an infinite value."""
     tensors = {

@@ -35,6 +35,7 @@ from mha2mla.conversion.rope.rules import ByFrequency
 from mha2mla.conversion.source.streaming import BATCH_TOKENS, StreamedModel, first_output, inputs_observed
 from mha2mla.conversion.stages import Fit
 from mha2mla.geometry import MLAGeometry
+from mha2mla.stored_tensors import is_finite
 
 if TYPE_CHECKING:
     from mha2mla.modeling.config import MHA2MLAConfig
@@ -180,7 +181,7 @@ class LayerWalk:
             self.model.source.release()
 
     def _walk_source(self) -> Iterator[ConvertedLayer]:
-        missing, (store,) = self._missing(), self.new_stores(1)
+        missing, (store,) = self._missing(), self.new_stores(1, on_device=True)
         try:
             self.model.embed(store)
             for layer in range(self.spec.num_layers):
@@ -299,12 +300,12 @@ class LayerWalk:
     def runs(self, layer: int, module: nn.Module, inputs: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> bool:
         """True if the decoder layer ``module`` has a finite output with ``tensors`` as its attention."""
         made = block_forward(self, layer, module)(computed(tensors, self.model), inputs)
-        return bool(torch.isfinite(made).all())
+        return is_finite(made)
 
     def _not_finite(self, layer: int, tensors: Mapping[str, torch.Tensor]) -> str:
         """Name of a tensor that is not finite as it is stored, or nothing."""
         stored = self.stored(layer, tensors)
-        return next((name for name, tensor in stored.items() if not torch.isfinite(tensor).all()), "")
+        return next((name for name, tensor in stored.items() if not is_finite(tensor)), "")
 
     def empty_attention(self, layer: int, *, with_codes: bool = False) -> nn.Module:
         """The converted attention of layer ``layer`` without memory; its gradients repeat to the bit."""

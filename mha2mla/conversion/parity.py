@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from mha2mla.conversion.calibration.blocks import SPILL_BYTES, ActivationStore, TokenBlocks
+from mha2mla.conversion.calibration.blocks import SPILL_BYTES, ActivationStore, TokenBlocks, device_for_activations
 from mha2mla.conversion.families.spec import visible
 from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION, UNGROUPED_SDPA, ungrouped_sdpa
 from mha2mla.conversion.source.streaming import BATCH_TOKENS, StreamedModel
@@ -22,6 +22,7 @@ from mha2mla.terminal import Span, progress_bar
 
 _BLOCK = 1 << 23  # numbers of one block of scores
 _HEAD_BLOCK = 1 << 24  # numbers of one slice of the head
+Head = Callable[[], Iterable[torch.Tensor]]  # slices [rows, hidden] of a language-model head
 _OBSERVED = "mha2mla-observed"
 _OBSERVER = "mha2mla_score_observer"
 
@@ -93,13 +94,15 @@ def compare(
     """Runs both models over ``tokens`` [windows, length], one layer of each in memory at a time.
 
     Args:
-        folder: where activations go when they exceed ``spill_bytes``.
+        folder: where activations go when they exceed ``spill_bytes``; heads that do are read again and again.
         by_layer: measure errors of every layer too; scores of long windows take their time.
     """
     stores: list[ActivationStore] = []
     try:
+        size = 2 * tokens.numel() * source.hidden_size * source.dtype.itemsize
+        device = device_for_activations(source.device, size)
         for model in (source, converted):
-            keys = {"dtype": model.dtype, "folder": folder, "spill_bytes": spill_bytes}
+            keys = {"dtype": model.dtype, "folder": folder, "spill_bytes": spill_bytes, "device": device}
             stores.append(ActivationStore(TokenBlocks.of(tokens), model.hidden_size, **keys))
             model.embed(stores[-1])
         pass_layer = _compare_layer if by_layer else _run_layer
@@ -107,7 +110,7 @@ def compare(
             pass_layer(source, converted, index, stores)
             for index in progress_bar(range(source.num_layers), desc="verify", unit="layer", show=progress)
         ]
-        return _compare_logits(source, converted, stores, tokens, tuple(layers) if by_layer else ())
+        return _compare_logits(source, converted, stores, tokens, tuple(layers) if by_layer else (), spill_bytes)
     finally:
         for store in stores:
             store.close()
@@ -240,10 +243,13 @@ def _compare_logits(
     stores: list[ActivationStore],
     tokens: torch.Tensor,
     layers: tuple[LayerParity, ...],
+    spill_bytes: int,
 ) -> ParityReport:
-    """The heads are read a slice of the vocabulary at a time, again for every slice of positions: they stay out of
-    memory."""
+    """Heads that exceed ``spill_bytes`` are read a slice of the vocabulary at a time, again for every slice of
+    positions: they stay out of memory."""
     models = (source, converted)
+    size = sum(model.vocab_size * model.hidden_size * model.dtype.itemsize for model in models)
+    heads = [_head(model, size <= spill_bytes) for model in models]
     for model, store in zip(models, stores, strict=True):
         norm = model.final_norm()
         for window in range(len(tokens)):
@@ -252,7 +258,7 @@ def _compare_logits(
     metrics, found = (*QUALITY_METRICS, _LogitsError()), []
     for window, row in enumerate(tokens):
         hidden = [store.read(slice(window, window + 1), source.device)[0, :-1] for store in stores]
-        found.append(compare_predictions(*map(_logits_of, models, hidden), row[1:].to(source.device), metrics))
+        found.append(compare_predictions(*map(_logits_of, heads, hidden), row[1:].to(source.device), metrics))
         for model in models:
             model.source.release()
     measured: dict[str, Any] = {}
@@ -276,13 +282,20 @@ class _LogitsError(Metric):
         return {"logits_relative_error": error.value()}
 
 
-def _logits_of(model: StreamedModel, hidden: torch.Tensor) -> LogitsOf:
-    """Logits of normed states [positions, hidden], slice by slice."""
+def _head(model: StreamedModel, kept: bool) -> Head:
+    """The head's slices, in memory or read at every call."""
     rows = max(1, _HEAD_BLOCK // model.hidden_size)
     starts = range(0, model.vocab_size, rows)
 
-    def logits(part: slice) -> torch.Tensor:
-        heads = (model.head_rows(first, min(first + rows, model.vocab_size)) for first in starts)
-        return torch.cat([nn.functional.linear(hidden[part], head).float() for head in heads], -1)
+    def read() -> Iterator[torch.Tensor]:
+        return (model.head_rows(first, min(first + rows, model.vocab_size)) for first in starts)
 
-    return logits
+    if not kept:
+        return read
+    slices = list(read())
+    return lambda: slices
+
+
+def _logits_of(head: Head, hidden: torch.Tensor) -> LogitsOf:
+    """Logits of normed states [positions, hidden], slice by slice."""
+    return lambda part: torch.cat([nn.functional.linear(hidden[part], rows).float() for rows in head()], -1)

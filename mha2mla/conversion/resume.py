@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from mha2mla.conversion.result.writer import DestinationError, remove, save_tensors
 from mha2mla.environment import cache_folder
 from mha2mla.files import atomic_write
+from mha2mla.stored_tensors import is_finite
 
 REQUEST_FILE = "request.json"
 _SUFFIX = ".safetensors"
@@ -234,7 +235,7 @@ class FinishedLayers(Mapping[int, dict[str, torch.Tensor]]):
             DestinationError: the file system does not take the file.
         """
         for name, tensor in tensors.items():
-            if not torch.isfinite(tensor).all():
+            if not is_finite(tensor):
                 raise ValueError(f"tensor {name} of layer {layer} became NaN or infinite in the conversion")
         record = json.loads(json.dumps(dict(record)))
         self.work.put(_name(layer), tensors, {"inputs": self._inputs, "record": record})

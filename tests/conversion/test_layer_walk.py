@@ -421,3 +421,10 @@ def test_tokens_without_energy_do_not_count(sources, tmp_path):
     expected = 1 / values.square().mean(-1)
     kept = weights > 0
     assert kept.sum() == 62 and torch.allclose(weights[kept], expected[kept])
+
+
+def test_a_walk_keeps_activations_where_they_fit(sources, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(layer_walk, "device_for_activations", lambda device, size: asked.append(size) or CPU)
+    walk = sequence(sources("llama"), Recipe(layout="latent", cache_ratio=0.5), tmp_path)
+    assert len(list(walk)) == 3 and asked == [walk.windows.tokens.numel() * walk.spec.hidden_size * 4]

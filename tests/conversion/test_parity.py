@@ -118,6 +118,18 @@ def test_slices_and_blocks_do_not_change_the_numbers(tmp_path, monkeypatch):
         assert two == pytest.approx(one, rel=1e-5)
 
 
+def test_heads_are_read_once_where_they_fit(tmp_path, monkeypatch):
+    source, tokens, read = tiny.checkpoint(tmp_path / "source"), tiny.some_tokens(3, 40), []
+    rows = StreamedModel.head_rows
+    monkeypatch.setattr(
+        StreamedModel, "head_rows", lambda model, *slices: (read.append(slices), rows(model, *slices))[1]
+    )
+    kept = tiny.convert(source, tmp_path / "one", evaluation=tokens)
+    assert len(read) == 2, "one slice of each model"
+    again = tiny.convert(source, tmp_path / "two", evaluation=tokens, spill_bytes=0)
+    assert len(read) > 2 + 2 * len(tokens) and again.parity.to_dict() == kept.parity.to_dict()
+
+
 def test_comparison_attends_over_ungrouped_heads(tmp_path):
     """PyTorch's math backend, which serves grouped float32 heads on CUDA, holds squares of the length."""
     source, out = tiny.checkpoint(tmp_path / "source"), tmp_path / "out"

@@ -1,5 +1,6 @@
 """from_pretrained of a damaged converted checkpoint: refused by name, from headers alone."""
 
+import math
 import shutil
 
 import pytest
@@ -9,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mha2mla.checkpoints import CheckpointError
 from mha2mla.modeling import MHA2MLAForCausalLM
-from mha2mla.stored_tensors import StoredParameters, check_finite
+from mha2mla.stored_tensors import StoredParameters, check_finite, is_finite
 from tests.folders import WEIGHTS, edit_json, edit_weights, read_json
 from tests.modeling import models
 from tests.modeling.full_rank import full_rank
@@ -168,6 +169,18 @@ def test_a_value_that_is_no_number_is_found_anywhere(value):
         with pytest.raises(CheckpointError, match=f"tensor {name} has a NaN or infinite value"):
             check_finite(model)
         tensor.data.view(-1)[-1] = kept
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_one_value_makes_a_tensor_not_finite(dtype):
+    """Wherever it is: in a vector register, a thread's share, or the rest."""
+    tensor = torch.randn(3, 70_001).to(dtype)
+    assert is_finite(tensor) and is_finite(tensor[:0])
+    for value in (math.nan, math.inf, -math.inf):
+        for place in (0, 5, 33_000, tensor.numel() - 1):
+            wrong = tensor.clone()
+            wrong.view(-1)[place] = value
+            assert not is_finite(wrong), (value, place)
 
 
 def test_shapes_of_a_tied_head_are_not_asked_for():

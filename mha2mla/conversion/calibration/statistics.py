@@ -236,8 +236,9 @@ class StatisticsCollector:
         missing = weight.shape[2] - self._distance.shape[1]
         if missing > 0:
             self._distance = torch.nn.functional.pad(self._distance, (0, missing))
+        nearest_first = weight[..., 1:].flip(-1).double() * share
         for index, query in enumerate(queries):
-            self._distance[:, :query] += weight[:, index, 1 : query + 1].flip(-1).double() * share
+            self._distance[:, :query] += nearest_first[:, index, nearest_first.shape[-1] - query :]
 
     def _add_phases(
         self, weight: torch.Tensor, turns: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, share: float

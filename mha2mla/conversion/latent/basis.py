@@ -15,6 +15,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -203,6 +204,7 @@ def _geometric_mean(importance: Tensor, covariance: Tensor) -> Tensor:
     return inverse @ ((directions * values.sqrt()) @ directions.mT) @ inverse
 
 
+@lru_cache(maxsize=8)  # layers of one width, and bits, share it
 def _rotation(width: int, seed: int, device: torch.device) -> Tensor:
     """A random orthogonal matrix [width, width], float64, the same on every device."""
     generator = torch.Generator().manual_seed(seed)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 
@@ -13,6 +14,9 @@ from mha2mla.conversion.extension import RecipeObject, register
 SHRINKAGE = 0.003  # share of the mean variance, in every direction of the inputs' covariances
 _ROUNDING = 1e-12  # share of the inputs' mean energy: variance below it is rounding, and may be negative
 _SWEEPS = 6  # alternating solves; 20 were no better than 8 on held-out text
+_CLEAR = 1e-8  # share of the mean eigenvalue, above which rounding gives no eigenvalue another sign
+
+Factors = tuple[torch.Tensor, torch.Tensor]  # decoder [rows, rank] and encoder [rank, E]
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class LatentProblem:
         rotary: [d_r, E], the one rotary key before RoPE, likewise linear in u, where the latent must hold it too; else
             None.
         rotary_bias: [d_r], what it adds to that; None likewise.
+        known: for rules, what they computed of this problem that holds at every rank.
     """
 
     key: torch.Tensor
@@ -69,6 +74,7 @@ class LatentProblem:
     value_mean: torch.Tensor | None
     rotary: torch.Tensor | None = None
     rotary_bias: torch.Tensor | None = None
+    known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def keys(self) -> torch.Tensor:
@@ -113,7 +119,7 @@ class SvdJoint(LowRankRule):
     reads_statistics: ClassVar[bool] = False
 
     def factors(self, problem: LatentProblem, rank: int, *, centered: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        return _principal(torch.cat([problem.keys.flatten(0, 1), problem.value.flatten(0, 1)]), None, rank)
+        return _principal(torch.cat([problem.keys.flatten(0, 1), problem.value.flatten(0, 1)]), None)(rank)
 
 
 @register("svd-split")
@@ -128,7 +134,7 @@ class SvdSplit(LowRankRule):
         key_rank = min(round(rank * key.shape[0] / (key.shape[0] + value.shape[0])), key.shape[0])
         value_rank = min(rank - key_rank, value.shape[0])
         parts = [
-            _principal(part, None, each) if each else (part.new_zeros(len(part), 0), part.new_zeros(0, part.shape[1]))
+            _principal(part, None)(each) if each else (part.new_zeros(len(part), 0), part.new_zeros(0, part.shape[1]))
             for part, each in ((key, rank - value_rank), (value, value_rank))
         ]
         return torch.block_diag(*(decoder for decoder, _ in parts)), torch.cat([encoder for _, encoder in parts])
@@ -151,7 +157,7 @@ class BalancedPca(LowRankRule):
         covariance, value_covariance = _moments(problem, 0.0, centered)
         key, value = problem.keys.flatten(0, 1), problem.value.flatten(0, 1)
         gain = _balance(key, covariance, value, value_covariance) if self.balanced else 1.0
-        decoder, encoder = _principal(torch.cat([gain * key, value]), value_covariance, rank)
+        decoder, encoder = _principal(torch.cat([gain * key, value]), value_covariance)(rank)
         return torch.cat([decoder[: key.shape[0]] / gain, decoder[key.shape[0] :]]), encoder
 
 
@@ -166,19 +172,30 @@ class WhitenedJoint(LowRankRule):
     reads_attended: ClassVar[bool] = True
 
     def factors(self, problem: LatentProblem, rank: int, *, centered: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        if (self, centered) not in problem.known:
+            problem.known[self, centered] = self._solver(problem, centered)
+        return problem.known[self, centered](rank)
+
+    def _solver(self, problem: LatentProblem, centered: bool) -> Callable[[int], Factors]:
+        """Rank -> factors."""
         covariance, value_covariance = _moments(problem, SHRINKAGE, centered)
         key_root, key_inverse = _roots(problem.key_metric.reshape(-1, *problem.key_metric.shape[-2:]))
         value_root, value_inverse = _roots(problem.value_metric)
         key, value = (key_root @ problem.keys).flatten(0, 1), (value_root @ problem.value).flatten(0, 1)
         gain = _balance(key, covariance, value, value_covariance)
         if key.any():  # un-rotated keys may all be those of a head that is zero
-            decoder, encoder = _alternate(gain * key, covariance, value, value_covariance, rank)
+            solve = _alternate(gain * key, covariance, value, value_covariance)
         else:
-            decoder, encoder = _principal(torch.cat([gain * key, value]), value_covariance, rank)
-        rows = key.shape[0]
-        key_part = key_inverse @ decoder[:rows].view(*problem.keys.shape[:2], rank) / gain
-        value_part = value_inverse @ decoder[rows:].view(*problem.value.shape[:2], rank)
-        return torch.cat([key_part.flatten(0, 1), value_part.flatten(0, 1)]), encoder
+            solve = _principal(torch.cat([gain * key, value]), value_covariance)
+        rows, key_shape, value_shape = key.shape[0], problem.keys.shape[:2], problem.value.shape[:2]
+
+        def factors(rank: int) -> Factors:
+            decoder, encoder = solve(rank)
+            key_part = key_inverse @ decoder[:rows].view(*key_shape, rank) / gain
+            value_part = value_inverse @ decoder[rows:].view(*value_shape, rank)
+            return torch.cat([key_part.flatten(0, 1), value_part.flatten(0, 1)]), encoder
+
+        return factors
 
 
 def factorise(rule: LowRankRule, problem: LatentProblem, rank: int, *, centered: bool) -> LatentFactors:
@@ -221,8 +238,9 @@ def factorise(rule: LowRankRule, problem: LatentProblem, rank: int, *, centered:
     return LatentFactors(encoder, key_decoder, value_decoder, offset, rope_decoder, rope_offset)
 
 
-def _principal(target: torch.Tensor, covariance: torch.Tensor | None, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Best rank-``rank`` ``decoder @ encoder`` ≈ ``target`` [m, E] in the norm E|(target − decoder encoder) u|².
+def _principal(target: torch.Tensor, covariance: torch.Tensor | None) -> Callable[[int], Factors]:
+    """Rank -> the best ``decoder @ encoder`` ≈ ``target`` [m, E] of that rank in the norm
+    E|(target − decoder encoder) u|².
 
     With C the covariance of u (None: identity, plain SVD) and U the leading eigenvectors of T C T^T, the optimum is
     U U^T T: the same matrix as the truncated SVD of T C^{1/2} times C^{-1/2}, without inverting C. A target taller than
@@ -232,15 +250,21 @@ def _principal(target: torch.Tensor, covariance: torch.Tensor | None, rank: int)
     rows, columns = target.shape
     if rows <= columns:
         energy, vectors = torch.linalg.eigh(target @ (target.T if covariance is None else covariance @ target.T))
-        vectors, scale = vectors.flip(1)[:, :rank], _lifted(energy).flip(0)[:rank].sqrt()
-        return vectors * scale, (vectors / scale).T @ target
+        vectors, scale = vectors.flip(1), _lifted(energy).flip(0).sqrt()
+        return lambda rank: (
+            vectors[:, :rank] * scale[:rank],
+            (vectors[:, :rank] / scale[:rank]).T @ target,
+        )
     factor = (
         torch.eye(columns, dtype=target.dtype, device=target.device) if covariance is None else _cholesky(covariance)
     )
     inner = target @ factor
     energy, vectors = torch.linalg.eigh(inner.T @ inner)
-    vectors = vectors.flip(1)[:, :rank]
-    return inner @ vectors, torch.linalg.solve_triangular(factor, vectors.T, upper=False, left=False)
+    vectors = vectors.flip(1)
+    return lambda rank: (
+        inner @ vectors[:, :rank],
+        torch.linalg.solve_triangular(factor, vectors[:, :rank].T, upper=False, left=False),
+    )
 
 
 def _lifted(energy: torch.Tensor) -> torch.Tensor:
@@ -256,7 +280,9 @@ def _cholesky(matrix: torch.Tensor, otherwise: torch.Tensor | None = None) -> to
     also covers the most negative eigenvalue.
     """
     scale = _mean_energy(matrix, 1.0 if otherwise is None else _mean_energy(otherwise, 1.0))
-    ridge = 1e-7 * scale + 2 * (-torch.linalg.eigvalsh(matrix)[0]).clamp_min(0)
+    ridge = 1e-7 * scale
+    if torch.linalg.cholesky_ex(_ridged(matrix, -_CLEAR * scale)).info:  # else no eigenvalue is negative
+        ridge = ridge + 2 * (-torch.linalg.eigvalsh(matrix)[0]).clamp_min(0)
     return torch.linalg.cholesky(_ridged(matrix, ridge))
 
 
@@ -299,30 +325,35 @@ def _balance(key: torch.Tensor, covariance: torch.Tensor, value: torch.Tensor, v
 
 
 def _alternate(
-    key: torch.Tensor, key_metric: torch.Tensor, value: torch.Tensor, value_metric: torch.Tensor, rank: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One encoder A for two targets under two input covariances: least |K − B_K A|²_C + |V − B_V A|²_D.
+    key: torch.Tensor, key_metric: torch.Tensor, value: torch.Tensor, value_metric: torch.Tensor
+) -> Callable[[int], Factors]:
+    """Rank -> one encoder A for two targets under two input covariances: least |K − B_K A|²_C + |V − B_V A|²_D.
 
     Alternating least squares from the principal components under the mean metric. For fixed decoders A solves
     B_K^T B_K A C + B_V^T B_V A D = B_K^T K C + B_V^T V D; with C = S S^T, D = S δ S^T and B_K^T B_K = Z Z^T,
     B_V^T B_V = Z γ Z^T that is elementwise: (Z^T A S)_ij = (Z^{-1} (B_K^T K S + B_V^T V S δ))_ij / (1 + γ_i δ_j).
     """
-    _, encoder = _principal(torch.cat([key, value]), (key_metric + value_metric) / 2, rank)
+    start = _principal(torch.cat([key, value]), (key_metric + value_metric) / 2)
     basis, delta = _simultaneous(key_metric, value_metric)
     inverse = torch.linalg.inv(basis)
     key_basis, value_basis = key @ basis, value @ basis
-    for _ in range(_SWEEPS):
-        key_decoder = _decoder(key, key_metric, encoder)
-        value_decoder = _decoder(value, value_metric, encoder)
-        mixing, gamma = _simultaneous(key_decoder.T @ key_decoder, value_decoder.T @ value_decoder)
-        right = key_decoder.T @ key_basis + value_decoder.T @ value_basis * delta
-        right = torch.linalg.solve(mixing, right) / (1 + gamma[:, None] * delta)
-        encoder = torch.linalg.solve(mixing.T, right) @ inverse
-    # Channels of unit variance, un-correlated: a narrow cache dtype then loses none of them.
-    energy, vectors = torch.linalg.eigh(encoder @ key_metric @ encoder.T)
-    encoder = (vectors / _lifted(energy).sqrt()).T @ encoder
-    decoder = torch.cat([_decoder(key, key_metric, encoder), _decoder(value, value_metric, encoder)])
-    return decoder, encoder
+
+    def factors(rank: int) -> Factors:
+        _, encoder = start(rank)
+        for _ in range(_SWEEPS):
+            key_decoder = _decoder(key, key_metric, encoder)
+            value_decoder = _decoder(value, value_metric, encoder)
+            mixing, gamma = _simultaneous(key_decoder.T @ key_decoder, value_decoder.T @ value_decoder)
+            right = key_decoder.T @ key_basis + value_decoder.T @ value_basis * delta
+            right = torch.linalg.solve(mixing, right) / (1 + gamma[:, None] * delta)
+            encoder = torch.linalg.solve(mixing.T, right) @ inverse
+        # Channels of unit variance, un-correlated: a narrow cache dtype then loses none of them.
+        energy, vectors = torch.linalg.eigh(encoder @ key_metric @ encoder.T)
+        encoder = (vectors / _lifted(energy).sqrt()).T @ encoder
+        decoder = torch.cat([_decoder(key, key_metric, encoder), _decoder(value, value_metric, encoder)])
+        return decoder, encoder
+
+    return factors
 
 
 def _simultaneous(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from mha2mla.conversion.source.checkpoint import INDEX_FILE, SINGLE_FILE
+from mha2mla.stored_tensors import is_finite
 
 DEFAULT_SHARD_BYTES = 1 << 30
 
@@ -87,7 +88,7 @@ class ShardedWriter:
         """
         if name in self._seen:
             raise ValueError(f"tensor {name} is written twice")
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        if tensor.is_floating_point() and not is_finite(tensor):
             raise ValueError(f"tensor {name} became NaN or infinite in the conversion")
         size = tensor.numel() * tensor.element_size()
         if self._waiting and self._waiting_bytes + size > self.max_shard_bytes:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mha2mla.checkpoints import CheckpointError, read_json, regular_file
-from mha2mla.stored_tensors import StoredTensor, open_shard
+from mha2mla.stored_tensors import StoredTensor, is_finite, open_shard
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -111,7 +111,7 @@ class CheckpointReader:
         return self._finite(name, self._slice(name)[start:stop].clone())
 
     def _finite(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        if tensor.is_floating_point() and not is_finite(tensor):
             bad = int((~torch.isfinite(tensor)).sum())
             raise CheckpointError(f"tensor {name} in {self._shard_of[name]} has {bad} NaN or infinite values")
         return tensor

@@ -5,6 +5,7 @@ import torch
 
 from mha2mla.conversion.calibration.statistics import StatisticsCollector
 from mha2mla.conversion.rope.rules import key_second_moment
+from tests.conversion.calls import Calls
 from tests.conversion.one_layer import Layer
 
 
@@ -75,6 +76,16 @@ def test_a_head_that_looks_nowhere_but_at_the_sink_looks_no_distance_back():
     assert collector.finish().distances.tolist() == [[1.0]] * 4
     collector.add(layer.inputs)  # longer windows than before
     assert torch.allclose(collector.finish().distances, layer.statistics.distances)
+
+
+def test_distances_cost_few_operations_a_query():
+    """Each is a launch on a GPU, where there are a thousand queries in a layer."""
+    layer = Layer("llama")
+    with Calls(torch.Tensor.flip, torch.Tensor.double) as calls:
+        StatisticsCollector(layer.spec, layer.weights, window=None, distances=True)._add_distances(
+            torch.rand(4, 5, 40), range(0, 40, 8), 1.0
+        )
+    assert [name for name, _ in calls.made] == ["flip", "double"]
 
 
 def test_blocks_of_an_attention_map_add_up(monkeypatch):

@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from mha2mla.conversion.latent.basis import BasisRule, LatentStatistics, LatentTap, latent_statistics
+from mha2mla.conversion.latent.basis import BasisRule, Importance, LatentStatistics, LatentTap, latent_statistics
 from mha2mla.kernels import GroupQuantizer
+from tests.conversion.calls import Calls
 from tests.modeling import models
 
 
@@ -31,6 +32,13 @@ def test_a_basis_is_undone_and_bounded(name):
     assert torch.linalg.cond(basis.encoder) <= 64 * 1.001
     means = torch.stack([basis.encode(each.double()).mean(0) for each in (found.rows, found.first)])
     assert models.relative_error(basis.centers, means) < 1e-5
+
+
+def test_layers_of_one_width_share_a_rotation():
+    calls, (first, second) = Calls(torch.linalg.qr), (statistics(width=40), statistics(width=40))
+    with calls:
+        bases = [Importance(seed=4321).basis(each, group=8) for each in (first, second)]
+    assert calls.made == [("linalg_qr", 40)] and not torch.equal(bases[0].encoder, bases[1].encoder)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])

@@ -7,6 +7,7 @@ from mha2mla.conversion.latent import rules
 from mha2mla.conversion.latent.rules import LatentProblem, LowRankRule, _alternate, _principal, factorise
 from mha2mla.pipeline import ParityError
 from tests.conversion import tiny
+from tests.conversion.calls import Calls
 
 
 def covariance(size, seed):
@@ -25,7 +26,7 @@ def loss(decoder, encoder, target, metric):
 def test_principal_components_are_the_whitened_svd_on_either_side(rows, columns, whitened):
     target = torch.randn(rows, columns, dtype=torch.float64)
     metric = covariance(columns, 1) if whitened else torch.eye(columns, dtype=torch.float64)
-    decoder, encoder = _principal(target, metric if whitened else None, 5)
+    decoder, encoder = _principal(target, metric if whitened else None)(5)
     root = torch.linalg.cholesky(metric)
     u, s, v = torch.linalg.svd(target @ root, full_matrices=False)
     best = (u[:, :5] * s[:5]) @ v[:5] @ torch.linalg.inv(root)
@@ -51,8 +52,8 @@ def test_covariance_joint_is_the_svd_in_the_inputs_metric():
 def test_the_alternating_solve_is_principal_components_when_both_metrics_agree():
     key, value, metric = (*torch.randn(2, 10, 16, dtype=torch.float64), covariance(16, 2))
     both = torch.cat([key, value])
-    alternating = loss(*_alternate(key, metric, value, metric, 6), both, metric)
-    assert alternating == pytest.approx(loss(*_principal(both, metric, 6), both, metric), rel=1e-4)
+    alternating = loss(*_alternate(key, metric, value, metric)(6), both, metric)
+    assert alternating == pytest.approx(loss(*_principal(both, metric)(6), both, metric), rel=1e-4)
 
 
 def test_the_alternating_solve_beats_either_metric_alone():
@@ -62,11 +63,11 @@ def test_the_alternating_solve_beats_either_metric_alone():
     def total(decoder, encoder):
         return loss(decoder[:10], encoder, key, first) + loss(decoder[10:], encoder, value, second)
 
-    solved = total(*_alternate(key, first, value, second, 6))
+    solved = total(*_alternate(key, first, value, second)(6))
     for metric in (first, second, (first + second) / 2):
-        assert solved < total(*_principal(torch.cat([key, value]), metric, 6))
+        assert solved < total(*_principal(torch.cat([key, value]), metric)(6))
     # A stationary point: no small step from it is better.
-    decoder, encoder = _alternate(key, first, value, second, 6)
+    decoder, encoder = _alternate(key, first, value, second)(6)
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
         step = 1e-2 * torch.randn(encoder.shape, generator=generator, dtype=torch.float64) * encoder.norm() / 10
@@ -93,6 +94,19 @@ def problem(kv_heads=2, nope=6, width=8, features=24):
         value_covariance=covariance(features, 6),
         value_mean=draw(4, features),
     )
+
+
+def test_another_rank_decomposes_the_latent_alone():
+    rule, given = LowRankRule.find("whitened-joint"), problem(features=40)
+    first, second = (Calls(torch.linalg.eigh, torch.linalg.eigvalsh) for _ in range(2))
+    with first:
+        rule.factors(given, 8, centered=True)
+    assert first.made.count(("linalg_eigh", 40)) == 1 and "linalg_eigvalsh" not in dict(first.made)
+    with second:
+        found = rule.factors(given, 10, centered=True)
+    assert second.made == [("linalg_eigh", 10)] * (rules._SWEEPS + 1)
+    for each, expected in zip(found, rule.factors(problem(features=40), 10, centered=True), strict=True):
+        assert torch.equal(each, expected)
 
 
 @pytest.mark.parametrize("low_rank", LowRankRule.names())
