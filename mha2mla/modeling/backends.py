@@ -77,7 +77,7 @@ def _mla_plan_decode(
     dtype: torch.dtype,
 ) -> DecodePlan:
     geometry = constants.geometry
-    is_read = geometry.has_codes and _decodes_codes(backend, cache, geometry, query_length, dtype)
+    is_read = _decodes_codes(backend, cache, geometry, query_length, dtype)
     if not is_read:
         cache, _ = _stand_in(cache, block_table, geometry, dtype)
     latent = cache["latent_cache"]
@@ -97,16 +97,12 @@ def _mla_plan_decode(
     )
 
 
-DECODES_CODES = True  # steps attend over codes as they are cached, where a kernel for that is chosen
-
-
 def _decodes_codes(
     backend: str | None, cache: Tensors, geometry: MLAGeometry, query_length: int, dtype: torch.dtype
 ) -> bool:
     """True where a decode step reads codes, and not a copy of its pages in 16 bits."""
     latent = cache["latent_cache"]
-    served = DECODES_CODES and backend != "reference" and latent.is_cuda
-    return served and decodes_codes(geometry, latent.shape[1], dtype, latent.device, query_length)
+    return backend != "reference" and decodes_codes(geometry, latent.shape[1], dtype, latent.device, query_length)
 
 
 def _stand_in(cache: Tensors, block_table: Tensor, geometry: MLAGeometry, dtype: torch.dtype) -> tuple[Tensors, Tensor]:

@@ -149,7 +149,7 @@ def test_the_folders_file_reads_the_latents_themselves():
 @pytest.mark.parametrize("bits", [3, 4, 8])
 @torch.no_grad()
 def test_steps_on_a_gpu_read_the_same_codes(bits):
-    """Over kept keys, token by token: by a copy, or by the kernels over codes if backends.DECODES_CODES says so."""
+    """Over kept keys, token by token, by the kernels over codes."""
     widths = {"kv_lora_rank": 64, "qk_rope_head_dim": 8}
     model = coded_model(bits=bits, rotary_key_cache="bfloat16", **widths).to("cuda", torch.bfloat16)
     ids = models.tokens(3, 29).cuda()
