@@ -502,6 +502,16 @@ FAULTS = tuple(
 ? tests/testing/test_compile_gate.py
 -[function.script(show_meta=True), arch,
 +[str(function.attrs["global_symbol"]), arch,
+# a word that is reinterpreted twice, as in codes that an H100 decoded wrong, is not seen
+@ mha2mla/testing/compile_gate.py
+? tests/testing/test_compile_gate.py
+-sum(count > 1 for
++sum(count > 99 for
+# auto keeps keys that gain less than the model's error
+@ mha2mla/kernels/mla_decode/cost.py
+? tests/kernels/mla_decode/test_cost.py -k faster_way
+-CHEAP_GAIN, GAIN = 1.03,
++CHEAP_GAIN, GAIN = 1.0,
 # the judge allows ten times torch's error
 @ mha2mla/testing/numeric_check.py
 ? tests/testing/test_numeric_check.py

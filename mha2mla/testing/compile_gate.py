@@ -26,7 +26,9 @@ SPILL_LIMIT = 16  # bytes; more costs more than it hides
 
 @dataclass(frozen=True)
 class GateReport:
-    """Compiler's figures of a kernel: registers a thread, spilled bytes, shared memory bytes a block, instructions."""
+    """Compiler's figures of a kernel: registers a thread, spilled bytes, shared memory bytes a block, instructions; and
+    how many temporaries its source reinterprets more than once.
+    """
 
     name: str
     registers: int
@@ -34,6 +36,7 @@ class GateReport:
     shared_bytes: int
     serialized_wgmma: bool
     instructions: dict[str, int] | None
+    reused_words: int = 0
 
     def complaints(self, shared_limit: int) -> list[str]:
         """Reasons to refuse the kernel; empty when it is fit to run. Instruction checks need a disassembler."""
@@ -44,6 +47,8 @@ class GateReport:
             found.append(f"{self.shared_bytes} bytes of shared memory; the device has {shared_limit}")
         if self.serialized_wgmma:
             found.append("ptxas serialised wgmma")
+        if self.reused_words:  # TileLang names them by their text: behind a write of the word they hold its old bits
+            found.append(f"{self.reused_words} temporaries are reinterpreted more than once; expected a word for each")
         return found
 
 
@@ -126,9 +131,16 @@ def _compile(function, arch: str, pass_configs: dict) -> list[GateReport]:
                 shared_bytes=(int(static.group(1)) if static else 0) + _dynamic_shared(artifact, name),
                 serialized_wgmma="wgmma" in done.stderr and "serializ" in done.stderr,
                 instructions=counts.get(name) if counts is not None else None,
+                reused_words=_count_reused_words(artifact.kernel_source),
             )
         )
     return reports
+
+
+def _count_reused_words(source: str) -> int:
+    """Temporaries ``v__N`` of CUDA source that ``*(T *)(&(v__N))`` reinterprets more than once."""
+    uses = Counter(re.findall(r"\*\(\w+ \*\)\(&\((\w+)\)\)", source))
+    return sum(count > 1 for count in uses.values())
 
 
 def _dynamic_shared(artifact, name: str) -> int:

@@ -4,6 +4,8 @@ import pytest
 
 pytest.importorskip("tilelang", reason="TileLang is not installed")
 
+import tilelang.language as T
+
 from mha2mla.kernels.machine import PASS_CONFIGS, SMALL_PASS_CONFIGS
 from mha2mla.kernels.split_kv.combine import make_combine
 from mha2mla.testing import compile_gate
@@ -30,3 +32,23 @@ def test_a_report_outlives_no_change_of_what_it_is_of(tmp_path, monkeypatch):
     first = [compile_gate.compile_only(*call) for call in calls]
     assert [report.registers for (report,) in first] == [1, 2, 3, 4]
     assert [compile_gate.compile_only(*call) for call in calls] == first and len(compiled) == 4
+
+
+@pytest.mark.parametrize("words", [1, 4])
+def test_a_word_that_is_reinterpreted_again_is_refused(words):
+    """So TileLang lowers it: what a word held when it was first reinterpreted; decode from codes was wrong by it."""
+
+    @T.prim_func
+    def widen(codes: T.Tensor([4], T.int32), out: T.Tensor([4], T.float32)):
+        with T.Kernel(1, threads=1):
+            word = T.alloc_local([4], T.int32)
+            for i in list(range(4)):  # one behind the other in the source
+                word[i % words] = T.bitwise_or(codes[i], 0x43004300)
+                out[i] = T.reinterpret(T.shift_left(word[i % words], 16), T.float32)
+
+    (report,) = compile_gate.compile_only(widen, "sm_80", SMALL_PASS_CONFIGS)
+    found = report.complaints(1024)
+    if words == 4:
+        assert found == []
+    else:
+        assert found == ["1 temporaries are reinterpreted more than once; expected a word for each"]

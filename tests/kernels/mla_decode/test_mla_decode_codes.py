@@ -139,7 +139,7 @@ CHOSEN = [
 ]
 
 
-@few("problem, dtype, kernel", CHOSEN, count=3)
+@few("problem, dtype, kernel", CHOSEN, count=4)
 def test_kernels_fit(problem, dtype, kernel):
     choice = next(c for c in kernels_of(GROUP_CODES, problem.shape(dtype), 90) if c.kernel == kernel)
     gate_choice(GROUP_CODES, problem.shape(dtype), choice, 90, slack=4096)
