@@ -636,7 +636,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == ["help"]:  # mha2mla help convert
-        words = [*words[1:], "--help"]
+        _, groups, unknown = app.parse_commands(words[1:])
+        misspelt = unknown and groups[-1].default_command is None
+        words = words[1:] if misspelt else [*words[1:], "--help"]
     with forgiving_streams():
         try:
             return app.meta(words, exit_on_error=False, print_error=False, result_action="return_value") or 0

@@ -21,8 +21,11 @@ def read_prompts(path: str | Path) -> list[dict[str, Any]]:
     """A dict per line, with ``prompt`` (a text) or ``messages`` (dicts with ``role`` and ``content``), and other keys.
 
     Raises:
+        FileNotFoundError: there is no such file.
         ValueError: a line is something else, with its number; or there is none.
     """
+    if not Path(path).exists():
+        raise FileNotFoundError(f"file is {str(path)!r}, which is not there; expected JSON Lines with prompts")
     found = []
     # JSON leaves U+0085, U+2028 and U+2029 in texts, which str.splitlines takes for ends of lines.
     for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), 1):

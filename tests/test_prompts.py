@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from mha2mla.prompts import Answers, checkpoint_digest
+from mha2mla.prompts import Answers, checkpoint_digest, read_prompts
 
 MADE_BY = {"model": "m", "sampling": {"seed": 0}, "weights": "1"}
 ANSWER = {"prompt": "a", "answer": "b", "finished": "stop", **MADE_BY}
@@ -14,6 +14,11 @@ ANSWER = {"prompt": "a", "answer": "b", "finished": "stop", **MADE_BY}
 
 def line(row: dict) -> str:
     return json.dumps(row) + "\n"
+
+
+def test_a_missing_file_of_prompts_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"file is '.*nosuch.jsonl', which is not there; expected JSON Lines"):
+        read_prompts(tmp_path / "nosuch.jsonl")
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from mha2mla.checkpoints import CONFIG_FILE, find_checkpoint
+from mha2mla.checkpoints import CONFIG_FILE, did_you_mean, find_checkpoint
 from mha2mla.conversion.families import SourceSpec, adapter_for
 from mha2mla.conversion.layer_walk import converted_config
 from mha2mla.conversion.recipe import Recipe, normalize_keys
@@ -98,7 +98,10 @@ def read_source(source: str | os.PathLike[str]) -> tuple[PreTrainedConfig, Sourc
             return config, adapter_for(config.to_dict()).specify(config)
         from huggingface_hub import hf_hub_download
 
-        path = Path(hf_hub_download(find_checkpoint(source, "source"), CONFIG_FILE)).parent
+        try:
+            path = Path(hf_hub_download(find_checkpoint(source, "source"), CONFIG_FILE)).parent
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{error}{did_you_mean(source, SHAPES)}") from error
     find_checkpoint(path, "source")
     config, _, spec = read_source_config(path)
     return config, spec

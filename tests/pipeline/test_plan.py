@@ -131,6 +131,11 @@ def test_plan_refuses_by_name(tiny_source, options, message):
         plan(tiny_source, **options)
 
 
+def test_plan_names_the_shape_that_was_meant():
+    with pytest.raises(FileNotFoundError, match=r"source is './llama-3-8c'.*; did you mean 'llama-3-8b'\?"):
+        plan("./llama-3-8c")
+
+
 def test_plan_refuses_what_is_converted(tiny_converted):
     with pytest.raises(ValueError, match="it is already converted"):
         plan(tiny_converted)
