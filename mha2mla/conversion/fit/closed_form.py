@@ -11,7 +11,8 @@ import torch
 
 from mha2mla.conversion.calibration.statistics import GOLDEN, AttentionSample
 from mha2mla.conversion.families.spec import AttentionWeights, SourceSpec, visible
-from mha2mla.conversion.rope.basis import RotaryBasis, rotate
+from mha2mla.conversion.rope.basis import RotaryBasis, rotary_table, rotate
+from mha2mla.modeling.modeling_mha2mla import apply_rope
 
 _PAIRS = 2**22  # pairs of a query and a key in all windows of a length, at most, for each head: their scores are kept
 _STEPS = 2  # conjugate-gradient steps; more overfit the sample
@@ -19,6 +20,8 @@ _RIDGE = 0.3  # keeps to the start, relative to the energy of a direction
 _OUTPUT_STRIDE = 2
 _OUTPUT_PAIRS = 2**22  # per window, at most
 _OUTPUT_RIDGES = (0.003, 0.03, 0.3, 3.0)  # relative to the mean energy of a feature
+
+Table = tuple[torch.Tensor, torch.Tensor]  # cos and sin
 
 
 @dataclass(frozen=True)
@@ -38,12 +41,16 @@ class KeyMaps:
     inv_freq: torch.Tensor | None = None
     scaling: float = 1.0
 
-    def turned(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """x [H, length, d_n + d_r] with RoPE on its rotary part; of −``position``: the adjoint of that."""
-        if self.rotary is None:
+    def table(self, position: torch.Tensor, dtype: torch.dtype) -> Table | None:
+        """cos and sin at ``position`` [length]; None without a rotary key."""
+        return None if self.rotary is None else rotary_table(self.inv_freq, position, self.scaling, dtype)
+
+    def turned(self, x: torch.Tensor, table: Table | None) -> torch.Tensor:
+        """x [H, length, d_n + d_r] with RoPE on its rotary part; with −sin: the adjoint of that."""
+        if table is None:
             return x
         nope, rotary = x.split((self.nope.shape[1], self.rotary.shape[0]), -1)
-        return torch.cat([nope, rotate(rotary, self.inv_freq, position, self.scaling)], -1)
+        return torch.cat([nope, apply_rope(rotary, *table)], -1)
 
 
 def fitted_queries(basis: RotaryBasis, maps: KeyMaps) -> torch.Tensor:
@@ -221,30 +228,27 @@ class ScoreWindow:
         if maps.rotary is None:
             return keys
         rotary = torch.nn.functional.linear(self.features, maps.rotary.to(dtype), maps.rotary_bias.to(dtype))
-        place = torch.arange(len(rotary), device=rotary.device)
-        return maps.turned(torch.cat([keys, rotary.expand(heads, -1, -1)], -1), place)
-
-    def queries(self, query_map: torch.Tensor, maps: KeyMaps) -> torch.Tensor:
-        """Queries [H, queries, d_n (+ d_r)] of maps [H, d_n (+ d_r), d], likewise."""
-        return maps.turned(self.query @ query_map.mT, self.position)
+        table = maps.table(torch.arange(len(rotary), device=rotary.device), dtype)
+        return maps.turned(torch.cat([keys, rotary.expand(heads, -1, -1)], -1), table)
 
     def asked(self, maps: KeyMaps) -> AskedKeys:
         """The keys with their means; both less what each head sees on average, which keeps rounding small."""
         keys = self.keys(maps)
         mass = self.weight.sum(1, keepdim=True)  # [H, 1, length]
         keys = keys - mass @ keys / mass.sum(-1, keepdim=True)
-        return AskedKeys(keys, self.weight @ keys, maps)
+        return AskedKeys(keys, self.weight @ keys, maps, maps.table(self.position, self.query.dtype))
 
     def scores(self, query_map: torch.Tensor, asked: AskedKeys) -> torch.Tensor:
         """Scores without their scale, centred under ``weight``, of query maps [H, d_n (+ d_r), d]."""
-        query = self.queries(query_map.to(self.query.dtype), asked.maps)
+        query = asked.maps.turned(self.query @ query_map.to(self.query.dtype).mT, asked.table)
         return torch.baddbmm((query * asked.mean).sum(-1, keepdim=True), query, asked.keys.mT, beta=-1)
 
     def pull(self, errors: torch.Tensor, asked: AskedKeys) -> torch.Tensor:
         """The adjoint of :meth:`scores` under the weights: [H, d_n (+ d_r), d], float64."""
         weighted = self.weight * errors
         pulled = torch.baddbmm(weighted.sum(-1, keepdim=True) * asked.mean, weighted, asked.keys, beta=-1)
-        return (asked.maps.turned(pulled, -self.position).mT @ self.query).double() * self.share
+        back = None if asked.table is None else (asked.table[0], -asked.table[1])
+        return (asked.maps.turned(pulled, back).mT @ self.query).double() * self.share
 
     def loss(self, errors: torch.Tensor) -> torch.Tensor:
         """[H], squared errors of scores under the weights."""
@@ -269,7 +273,7 @@ class ScoreWindow:
 @dataclass(frozen=True)
 class AskedKeys:
     """``keys`` [H, length, d_n (+ d_r)] of a window by some ``maps``, and their ``mean`` under each query's attention
-    [H, queries, d_n (+ d_r)].
+    [H, queries, d_n (+ d_r)]; ``table``: cos and sin of the queries.
 
     Scores are linear in keys, so that the mean score of a query is its score with the mean key.
     """
@@ -277,6 +281,7 @@ class AskedKeys:
     keys: torch.Tensor
     mean: torch.Tensor
     maps: KeyMaps
+    table: Table | None
 
 
 def score_windows(
@@ -347,7 +352,8 @@ def _converted(
     spec: SourceSpec, window: ScoreWindow, rotary: torch.Tensor, query_map: torch.Tensor, maps: KeyMaps
 ) -> torch.Tensor:
     """The converted layer's attention [H, queries, length], of both results of :func:`_score_window`."""
-    scores = window.queries(query_map, maps) @ window.keys(maps).mT
+    query = maps.turned(window.query @ query_map.mT, maps.table(window.position, window.query.dtype))
+    scores = query @ window.keys(maps).mT
     return (rotary + scores * spec.softmax_scale).softmax(-1)
 
 

@@ -135,9 +135,16 @@ def rotate(x: torch.Tensor, inv_freq: torch.Tensor, position: torch.Tensor, scal
 
     A frequency of zero stands for dims that the source does not rotate: ``scaling`` leaves those alone.
     """
+    return apply_rope(x, *rotary_table(inv_freq, position, scaling, x.dtype))
+
+
+def rotary_table(
+    inv_freq: torch.Tensor, position: torch.Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [1 or heads, length, d_r / 2] of :func:`rotate`."""
     angle = position.double()[:, None] * inv_freq.to(position.device, torch.float64)[:, None]
     factor = pair_factors(inv_freq, scaling).to(position.device)[:, None]
-    return apply_rope(x, (angle.cos() * factor).to(x.dtype), (angle.sin() * factor).to(x.dtype))
+    return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
 
 
 def joint_key_metric(

@@ -11,6 +11,7 @@ from mha2mla.conversion.latent.rules import LowRankRule, factorise
 from mha2mla.conversion.layer import finish_layer, latent_problem, prepare_layer, rotary_keys, un_rotated_keys
 from mha2mla.conversion.target import LAYOUTS
 from tests.conversion import tiny
+from tests.conversion.calls import Calls
 from tests.conversion.one_layer import Layer, basis_of
 from tests.conversion.plain_mla import plain_mla_attention
 from tests.conversion.tiny import Recipe, relative
@@ -76,7 +77,8 @@ def test_conjugate_gradients_reach_the_least_squares_solution(case, layout, monk
     for window in windows:
         # A query map's rotary rows turn with the query: column by column.
         columns = torch.eye(found[0].numel(), dtype=torch.float64).view(-1, *found[0].shape)
-        turned = maps.turned(window.query[head] @ columns.mT, window.position)
+        table = maps.table(window.position, torch.float64)
+        turned = maps.turned(window.query[head] @ columns.mT, table)
         outer = torch.einsum("nqe,te->qtn", turned, window.keys(maps)[head]) * scale
         weight = window.weight[head][..., None]
         centred = outer - (weight * outer).sum(1, keepdim=True)
@@ -97,7 +99,9 @@ def test_a_refit_of_queries_never_raises_what_it_minimises(case, layout):
     layer = SampledLayer(case)
     basis, maps, windows = maps_of(layer, layout)
     start = closed_form.fitted_queries(basis, maps)
-    found = closed_form.refit_queries(layer.spec, windows, start, maps)
+    with Calls(torch.Tensor.cos) as calls:
+        found = closed_form.refit_queries(layer.spec, windows, start, maps)
+    assert len(calls.made) == (2 * len(windows) if layout == "latent" else 0), "of its keys, of its queries"
     before, after = (score_losses(layer, windows, maps, queries) for queries in (start, found))
     assert (after <= before).all() and after.sum() < before.sum()
 
