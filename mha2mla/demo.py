@@ -265,7 +265,7 @@ def _size(model: torch.nn.Module) -> dict[str, Any]:
     others = f" (+{len(geometries) - 1} more)" if len(geometries) > 1 else ""
     rope = "" if usual.has_rope_cache else " from it"
     text = f"G={usual.num_rope_heads} d_c={usual.kv_lora_rank} d_r={usual.qk_rope_head_dim}{rope}{others}"
-    return row | {"geometry": text}
+    return row | {"geometry": text, "kv_lora_rank": usual.kv_lora_rank}
 
 
 def _served_by(model: torch.nn.Module) -> dict[str, Any]:
@@ -280,14 +280,16 @@ def _served_by(model: torch.nn.Module) -> dict[str, Any]:
     return {"decode": decode, "decode_reason": "; ".join(reasons) or None}
 
 
-def _conditions(row: dict[str, Any], settings: DemoSettings) -> Iterator[str]:
+def _conditions(row: dict[str, Any], settings: DemoSettings, more: bool) -> Iterator[str]:
     """Conditions that the figures of a lossy row were measured and calibrated under."""
     text, tokens, length = settings.evaluation, row["evaluated_tokens"], row["evaluation_length"]
+    bits = RECIPES[row["model"]]["latent.bits"]
+    yield f"{row['model']}: latents of {row['kv_lora_rank']} elements a token and layer, in codes of {bits} bits"
     yield (
         f"ratio: perplexity relative to the source model; it, KL and top-1 on {text}, {tokens:,} predicted tokens in"
         f" windows of {length:,}, float32"
     )
-    if row["long_evaluation_length"]:
+    if more and row["long_evaluation_length"]:
         yield f"ratio, long window: the first {row['long_evaluation_length']:,} tokens of the same text as one window"
     usual = Recipe.from_preset(settings.preset).calibration
     yield (
@@ -307,19 +309,20 @@ def _print(
     console.print()
     # A model whose step failed its check has no time; the table then says why.
     wrong = {} if all(row["status"] in ("ok", "not timed") for row in rows) else {"status": "status"}
-    asked = COLUMNS | (MORE_COLUMNS if more else {}) | TIME_COLUMNS | wrong
+    on_gpu = torch.device(rows[0]["device"]).type == "cuda"
+    asked = COLUMNS | (MORE_COLUMNS if more else {}) | (TIME_COLUMNS if more or on_gpu else {}) | wrong
     columns = {key: heading for key, heading in asked.items() if any(row.get(key) is not None for row in rows)}
     print_table(shown, title="What was gained, what was lost", columns=columns)
-    timed, on_gpu = any(row.get("ms_per_token") for row in rows), torch.device(rows[0]["device"]).type == "cuda"
+    timed, reasons = any(row.get("ms_per_token") for row in rows), [row.get("decode_reason") for row in rows]
     notes = (
-        "cache: bytes of all layers, 16 bits a number but for the quantised row, which is simulated",
-        *_conditions(rows[-1], settings),
+        "cache: bytes of all layers; 16 bits an element but for codes and the 4-bit KV cache, which is simulated",
+        *_conditions(rows[-1], settings, more),
         *[
             f"ms/token: {str(dtype).removeprefix('torch.')}, batch 1, {settings.cached_tokens} cached tokens, median;"
             " timed only after a check against float64"
         ]
         * timed,
-        *(f"decode: {reason}" for reason in dict.fromkeys(row.get("decode_reason") for row in rows) if reason),
+        *(f"decode: {reason}" for reason in dict.fromkeys(reasons) if reason and "decode" in columns),
         *["Speed needs a GPU: on a CPU plain torch runs, and a converted model is slower than its source."]
         * (not on_gpu),
         *["mha2mla demo --all converts at other ratios, and times decode steps."] * (not more),

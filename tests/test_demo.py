@@ -88,8 +88,10 @@ def test_figures_name_text_window_and_calibration(demo):
         assert (row["evaluation_length"], row["long_evaluation_length"]) == (32, 64)
         assert row["long_perplexity_ratio"] > 0 and row["calibration_tokens"] == 256
     assert rows[2]["long_evaluation_length"] is None and rows[2]["calibration_tokens"] == 0
-    notes = " ".join(_conditions(rows[-1], SETTINGS))
+    notes = " ".join(_conditions(rows[-1], SETTINGS, True))
+    assert "long window" not in " ".join(_conditions(rows[-1], SETTINGS, False))
     for text in (
+        "converted: latents of 32 elements a token and layer, in codes of 4 bits",
         "builtin:opticks, 248 predicted tokens in windows of 32, float32",
         "the first 64 tokens of the same text",
         "calibrated on 256 tokens of builtin:pydoc, where convert with preset quick takes 24,576",
@@ -110,7 +112,8 @@ def test_the_short_demo_times_nothing_on_a_cpu(tiny_source, tmp_path, capsys):
     assert [row["model"] for row in rows] == ["source", "source, 4-bit KV cache", "converted"]
     assert not any("ms_per_token" in row for row in rows)
     out = capsys.readouterr().out
-    assert "Speed needs a GPU" in out and "mha2mla demo --all" in out and "ms/token" not in out
+    assert "Speed needs a GPU" in out and "mha2mla demo --all" in out
+    assert not any(words in out for words in ("ms/token", "mla_reference", "long window"))  # of columns behind --all
 
 
 def test_bad_arguments_are_named(tiny_source):
