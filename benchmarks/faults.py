@@ -377,7 +377,7 @@ FAULTS = tuple(
 -vectors, scale = vectors.flip(1)[:, :rank], _lifted(energy).flip(0)[:rank].sqrt()
 +vectors, scale = vectors[:, :rank], _lifted(energy).flip(0)[:rank].sqrt()
 # KL is taken the other way round
-@ mha2mla/predictions.py
+@ mha2mla/conversion/predictions.py
 ? tests/pipeline/test_verify.py -k what_the_models_say
 -kl_div(log_q, log_p,
 +kl_div(log_p, log_q,

@@ -4,8 +4,8 @@
     python benchmarks/hostile.py --seed 7 --runs 400   # others, fewer
 
 A case is a verb and one damage to a tiny random source, to what it converts to (one file, or shards with an index), or
-to a JSON report. ``mha2mla.cli.main`` runs it in a child process, which takes a batch of cases: when one of them kills
-it, the next child goes on with the rest. The seed chooses cases from all that there are.
+to a JSON report. ``mha2mla.cli.verbs.main`` runs it in a child process, which takes a batch of cases: when one of them
+kills it, the next child goes on with the rest. The seed chooses cases from all that there are.
 
 Outcomes of a run:
 
@@ -51,7 +51,7 @@ from safetensors.torch import load_file, save
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.recording import Recording, command
-from mha2mla.cli import main
+from mha2mla.cli.verbs import main
 from tests.conversion import tiny
 from tests.folders import WEIGHTS, edit_weights
 

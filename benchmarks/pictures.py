@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mha2mla.eval.plots import RATIO, largest_batches, latencies, loss_by_position
-from mha2mla.plotting import Curve, Panel, Picture
+from mha2mla.eval.plotting import Curve, Panel, Picture
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYOUTS = {"latent": ("ours", "line"), "shared": ("other", "line"), "per-group": ("other", "dashed")}

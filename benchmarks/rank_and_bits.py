@@ -28,8 +28,10 @@ import mha2mla
 from benchmarks.conversion import Calibration, kv_width_of
 from benchmarks.recording import Recording, command
 from mha2mla.checkpoints import read_json
+from mha2mla.conversion.calibration.texts import load_text, token_windows
 from mha2mla.conversion.latent.basis import Importance
 from mha2mla.conversion.latent.ranks import Choice, allocate, candidates
+from mha2mla.conversion.predictions import Predictor
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.result.card import RECORD_FILE
 from mha2mla.environment import compute_device, describe_environment
@@ -37,8 +39,6 @@ from mha2mla.eval.loading import load_model, load_tokenizer
 from mha2mla.eval.quality import TEXTS, QualityRow, basis_tokens, compare_caches, quantized_caches
 from mha2mla.eval.quantized_caches import ComparedCache, KVCodes, LatentCodes
 from mha2mla.eval.report import print_table
-from mha2mla.predictions import Predictor
-from mha2mla.texts import load_text, token_windows
 
 LENGTHS = (512, 8192)
 GROUP = 32  # ranks are multiples of it

@@ -7,9 +7,9 @@ import sys
 import tempfile
 
 import mha2mla
+from mha2mla.conversion.calibration.texts import load_text
 from mha2mla.loop import Loop, Sampling
 from mha2mla.loop.answering import stop_tokens
-from mha2mla.texts import load_text
 from mha2mla.trial_models import tiny_checkpoint
 
 QUESTIONS = ("What is this text about?", "Who is it for?", "Name one thing that it says.")

@@ -13,7 +13,7 @@ AGAIN = 0.5  # seconds until an interrupt is repeated that was lost
 
 
 def main() -> int:
-    """Runs ``mha2mla.cli.main`` as this process's only job, and returns its exit code.
+    """Runs ``mha2mla.cli.verbs.main`` as this process's only job, and returns its exit code.
 
     An interrupt that neither ends something nor is on its way to (a library caught it, or it came in a destructor,
     where Python drops it) is repeated. A verb that means to go on after one sets a handler of its own.
@@ -43,7 +43,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, interrupt)
     sys.unraisablehook = unraisable
     try:
-        from mha2mla.cli import main as run
+        from mha2mla.cli.verbs import main as run
 
         status = run()
         return INTERRUPTED if status and interrupts else status

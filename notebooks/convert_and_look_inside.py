@@ -39,8 +39,8 @@ from mha2mla.conversion.latent.rules import LatentProblem, WhitenedJoint
 from mha2mla.conversion.rope.basis import SharedComponents
 from mha2mla.conversion.rope.rules import RopeProblem, Rotation
 from mha2mla.eval import evaluate_quality, plots, print_table
+from mha2mla.eval.plotting import Curve, Panel, Picture
 from mha2mla.eval.quantized_caches import KVCodes, LatentCodes
-from mha2mla.plotting import Curve, Panel, Picture
 from mha2mla.trial_models import fetch_smollm2, tiny_checkpoint
 
 transformers.utils.logging.disable_progress_bar()

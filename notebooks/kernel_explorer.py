@@ -31,11 +31,11 @@ import torch
 import mha2mla
 from mha2mla.environment import describe_environment
 from mha2mla.eval import attention_latency, print_table
+from mha2mla.eval.plotting import Curve, Panel, Picture
 from mha2mla.eval.report import print_values
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels.mla_decode.selection import DecodeShape, refusal, select_kernel
-from mha2mla.plotting import Curve, Panel, Picture
-from mha2mla.sizing import GPUS
+from mha2mla.pipeline.sizing import GPUS
 
 RESULTS = Path(mha2mla.__file__).parents[1] / "benchmarks" / "results"  # of a clone
 LAYOUTS = ("latent", "shared", "per-group")
@@ -55,7 +55,7 @@ SHAPE = {
 # ## One call
 #
 # The limit is the longer of two times: reading the cache once, and the products of scores, outputs and rotary keys.
-# Both rates are shares of the datasheet's that kernels have reached (`mha2mla/sizing.py`). `mha2mla plan` adds the
+# Both rates are shares of the datasheet's that kernels have reached (`pipeline/sizing.py`). `mha2mla plan` adds the
 # products of rotary keys, which kernels do not hide behind reading.
 
 

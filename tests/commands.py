@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mha2mla.cli import app, main
+from mha2mla.cli.verbs import app, main
 
 # Words of every verb: its parser is app[words[0]][words[1]]….
 VERBS = [
@@ -40,6 +40,6 @@ def command(*argv: str, **environment: str) -> subprocess.CompletedProcess:
     done = subprocess.run(code, env=environment, capture_output=True, text=True, check=False)
     lines = done.stderr.splitlines(keepends=True)
     imported = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
-    assert "mha2mla.cli" in imported and not imported & {"torch", "transformers", "tilelang"}, argv
+    assert "mha2mla.cli.verbs" in imported and not imported & {"torch", "transformers", "tilelang"}, argv
     done.stderr = "".join(line for line in lines if not line.startswith("import time:"))
     return done

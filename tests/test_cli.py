@@ -11,14 +11,14 @@ import pytest
 import yaml
 from rich.console import Console
 
-from mha2mla.cli import app
+from mha2mla.cli.flags import RecipeFlags, load_recipe
+from mha2mla.cli.verbs import app
 from mha2mla.conversion.latent.rules import LowRankRule
 from mha2mla.conversion.presets import AUTO, PRESETS, PresetName
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.rope.rules import RopeRule
 from mha2mla.conversion.stages import LowRank, Selection
 from mha2mla.conversion.target import LAYOUTS, LayoutName
-from mha2mla.flags import RecipeFlags, load_recipe
 from mha2mla.healing.settings import Settings
 from tests.commands import ROOT, VERBS, command, parse, run
 

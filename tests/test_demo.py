@@ -13,7 +13,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mha2mla import trial_models
-from mha2mla.demo import MORE_RECIPES, RECIPES, DemoSettings, _conditions, run_demo
+from mha2mla.cli.demo import MORE_RECIPES, RECIPES, DemoSettings, _conditions, run_demo
 from mha2mla.environment import cache_folder
 from mha2mla.trial_models import fetch_smollm2, tiny_checkpoint
 from tests.folders import listing

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from mha2mla import files
+from mha2mla.eval.plotting import Curve, Panel, Picture
 from mha2mla.eval.report import write_json
 from mha2mla.files import atomic_write, output_file, page, report_file
-from mha2mla.plotting import Curve, Panel, Picture
 from tests.commands import run
 from tests.folders import contents
 

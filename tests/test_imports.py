@@ -14,14 +14,10 @@ BELOW = {
     "geometry": set(),
     "kernels": {"geometry", "environment", "terminal"},
     "testing": {"geometry", "kernels", "environment", "terminal"},
-    "families": set(),
-    "modeling": {"families", "geometry", "kernels", "stored_tensors"},
+    "modeling": {"geometry", "kernels", "checkpoints"},
     "loop": {"kernels", "modeling", "prompts", "terminal"},
-    "conversion": {
-        "families", "geometry", "modeling", "checkpoints", "stored_tensors", "environment", "predictions", "terminal",
-        "texts", "files",
-    },
-}  # fmt: skip
+    "conversion": {"geometry", "modeling", "checkpoints", "environment", "terminal", "files"},
+}
 
 
 def imported(path: Path) -> set[str]:

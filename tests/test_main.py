@@ -64,7 +64,7 @@ sys.exit(main())
 @pytest.mark.parametrize(
     "moment",
     [
-        ("import", "mha2mla.cli"),
+        ("import", "mha2mla.cli.verbs"),
         ("import", "torch"),
         ("import", "torch.nn"),
         ("import", "transformers"),
@@ -87,8 +87,8 @@ def test_an_interrupt_at_any_moment_is_one_line(moment, tiny_source, tmp_path):
 # Stand-in for the verbs; main() below it is the command's own.
 FAKE = """
 import signal, sys, types
-fake = types.ModuleType("mha2mla.cli")
-sys.modules["mha2mla.cli"] = fake
+fake = types.ModuleType("mha2mla.cli.verbs")
+sys.modules["mha2mla.cli.verbs"] = fake
 sys.argv = ["mha2mla"]
 def interrupt():
     signal.raise_signal(signal.SIGINT)

@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from mha2mla.checkpoints import find_checkpoint
-from mha2mla.cli import main
+from mha2mla.cli.verbs import main
 from tests.commands import command, run
 
 

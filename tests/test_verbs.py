@@ -124,7 +124,7 @@ def test_latency_counts_kept_rotary_keys(tmp_path):
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("wrong: relative error 1e-2", 1)])
 def test_a_wrong_demo_row_is_exit_code_1(status, code, monkeypatch):
-    monkeypatch.setattr("mha2mla.demo.run_demo", lambda *_, **__: [{"status": "ok"}, {"status": status}])
+    monkeypatch.setattr("mha2mla.cli.demo.run_demo", lambda *_, **__: [{"status": "ok"}, {"status": status}])
     assert run("demo") == code
 
 

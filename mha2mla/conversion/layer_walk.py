@@ -35,7 +35,7 @@ from mha2mla.conversion.rope.rules import ByFrequency
 from mha2mla.conversion.source.streaming import BATCH_TOKENS, StreamedModel, first_output, inputs_observed
 from mha2mla.conversion.stages import Fit
 from mha2mla.geometry import MLAGeometry
-from mha2mla.stored_tensors import is_finite
+from mha2mla.modeling.stored_tensors import is_finite
 
 if TYPE_CHECKING:
     from mha2mla.modeling.config import MHA2MLAConfig

@@ -16,8 +16,15 @@ from transformers import AttentionInterface
 from mha2mla.conversion.calibration.blocks import SPILL_BYTES, ActivationStore, TokenBlocks, device_for_activations
 from mha2mla.conversion.families.spec import visible
 from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION, UNGROUPED_SDPA, ungrouped_sdpa
+from mha2mla.conversion.predictions import (
+    QUALITY_METRICS,
+    LogitsOf,
+    Metric,
+    Predictions,
+    compare_predictions,
+    join_windows,
+)
 from mha2mla.conversion.source.streaming import BATCH_TOKENS, StreamedModel
-from mha2mla.predictions import QUALITY_METRICS, LogitsOf, Metric, Predictions, compare_predictions, join_windows
 from mha2mla.terminal import Span, progress_bar
 
 _BLOCK = 1 << 23  # numbers of one block of scores

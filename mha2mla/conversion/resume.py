@@ -15,14 +15,19 @@ from safetensors import SafetensorError, safe_open
 from mha2mla.conversion.result.writer import DestinationError, remove, save_tensors
 from mha2mla.environment import cache_folder
 from mha2mla.files import atomic_write
-from mha2mla.stored_tensors import is_finite
+from mha2mla.modeling.stored_tensors import is_finite
 
 REQUEST_FILE = "request.json"
 _SUFFIX = ".safetensors"
 _LAYER = re.compile(r"layer-(\d{5})")
-_CODE = ("conversion", "modeling", "data", "texts.py", "geometry.py", "pipeline")
+_CODE = ("conversion", "modeling", "data", "geometry.py", "pipeline")
 # What begins a document and how it goes on; not how a step is computed, which changes samples by rounding alone.
-_TEXT_CODE = ("conversion/calibration/generated_text.py", "conversion/calibration/windows.py", "data", "texts.py")
+_TEXT_CODE = (
+    "conversion/calibration/generated_text.py",
+    "conversion/calibration/windows.py",
+    "data",
+    "conversion/calibration/texts.py",
+)
 
 
 class ResumeError(ValueError):

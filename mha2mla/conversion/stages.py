@@ -254,7 +254,7 @@ class Calibration(Stage):
     """Calibration text: which, how much of it, and in windows of which lengths.
 
     Args:
-        text: what ``mha2mla.texts.mixed_windows`` takes: texts by name, several of them joined by ``+``;
+        text: what ``calibration.texts.mixed_windows`` takes: texts by name, several of them joined by ``+``;
             ``"generated"`` is sampled from the source model, which is loaded whole for it, ``"generated-diverse"`` too,
             in more languages and formats. Or a ``CalibrationSource``.
         tokens: of calibration text; every length gets the same share of them, in blocks as large as the longest window,

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from mha2mla.predictions import Predictor
+from mha2mla.conversion.calibration.texts import end_tokens, load_text, plain_tokens, start_tokens
+from mha2mla.conversion.predictions import Predictor
 from mha2mla.terminal import progress_bar
-from mha2mla.texts import end_tokens, load_text, plain_tokens, start_tokens
 
 TAIL = 64  # tokens at the end of a continuation, where a loop shows
 LONGEST_PERIOD = 16  # small models repeat a clause, of nine to sixteen tokens, as often as a word
@@ -41,7 +41,7 @@ class GenerationSettings:
         new_tokens: tokens of a continuation, at least ``TAIL``.
         prompts: of each length.
         seed: draws the prompts.
-        text: where they come from; a name for :func:`mha2mla.texts.load_text`.
+        text: where they come from; a name for :func:`~mha2mla.conversion.calibration.texts.load_text`.
     """
 
     prompt_lengths: tuple[int, ...] = (64, 2048)

@@ -24,7 +24,7 @@ from mha2mla.conversion.source.files import identify
 from mha2mla.conversion.source.opening import open_converted
 from mha2mla.eval.loading import load_config
 from mha2mla.eval.report import flat, format_value, html_table
-from mha2mla.stored_tensors import num_parameters
+from mha2mla.modeling.stored_tensors import num_parameters
 
 if TYPE_CHECKING:
     from mha2mla.modeling import MHA2MLAConfig

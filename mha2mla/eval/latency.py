@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from mha2mla.checkpoints import check_converted
+from mha2mla.conversion.calibration.texts import end_tokens
 from mha2mla.environment import compute_device, usual_dtype
 from mha2mla.eval.loading import load_model
 from mha2mla.eval.measurement import (
@@ -33,7 +34,6 @@ from mha2mla.modeling.config import cache_bytes, cached_tokens, layer_token_byte
 from mha2mla.terminal import progress_bar
 from mha2mla.testing.numeric_check import ERROR_FACTOR, Judgement, verdict
 from mha2mla.testing.timing import copy_rate
-from mha2mla.texts import end_tokens
 
 # Absorbed and expanded form are equal in exact arithmetic and round differently: how differently depends on the
 # conditioning of the latent's basis. Between the two forms, an error this many times larger is still rounding.

@@ -12,7 +12,7 @@ from mha2mla.checkpoints import CheckpointError, damage_named, find_checkpoint
 from mha2mla.conversion.fit.repeatable import UNGROUPED_SDPA
 from mha2mla.conversion.source.opening import check_model_folder, read_tokenizer
 from mha2mla.environment import compute_device
-from mha2mla.stored_tensors import check_finite
+from mha2mla.modeling.stored_tensors import check_finite
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

@@ -20,9 +20,9 @@ from mha2mla.conversion.result.card import RECORD_FILE
 from mha2mla.environment import describe_environment
 from mha2mla.eval import generation, plots, probes, quality, tasks
 from mha2mla.eval.measurement import LatencyRows
+from mha2mla.eval.plotting import Picture, check_installed, dark_style
 from mha2mla.eval.report import flat, format_value, markdown_table, markdown_text
 from mha2mla.files import MARKDOWN_HEAD, OutputPath, page, write_output
-from mha2mla.plotting import Picture, check_installed, dark_style
 
 KINDS = ("conversion", "quality", "latency", "generate", "tasks")
 BESIDE = (RECORD_FILE, "quality.json", "latency.json", "tasks.json", "generate.json", "answers.jsonl")  # in a folder

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mha2mla.eval.measurement import is_ours, scaled, time_of
-from mha2mla.plotting import MAX_LINES, Curve, Panel, Picture, Point, chunks
+from mha2mla.eval.plotting import MAX_LINES, Curve, Panel, Picture, Point, chunks
 
 Row = Mapping[str, Any]
 Named = Mapping[str, Sequence[Row]]  # conversion → its rows

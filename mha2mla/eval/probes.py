@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from mha2mla.predictions import Predictor, windows_at_once
+from mha2mla.conversion.calibration.texts import load_text, plain_tokens, start_tokens
+from mha2mla.conversion.predictions import Predictor, windows_at_once
 from mha2mla.terminal import progress_bar
-from mha2mla.texts import load_text, plain_tokens, start_tokens
 
 SPAN = 64  # tokens that are repeated
 _LEAD = 32  # tokens before the first occurrence: what stands first in a window is attended to for its place
@@ -66,7 +66,7 @@ class ProbeSettings:
         gaps: tokens from one occurrence of a span to the next.
         items: of each probe at each length.
         seed: of everything drawn.
-        text: what fills the contexts and where the spans come from; a name for :func:`mha2mla.texts.load_text`.
+        text: what fills the contexts and where the spans come from; a name for ``calibration.texts.load_text``.
     """
 
     lengths: tuple[int, ...] = (512, 2048, 8192)

@@ -12,13 +12,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from mha2mla.conversion.calibration.texts import load_text, plain_tokens, token_windows
 from mha2mla.conversion.latent.basis import LatentBasis, latent_statistics
-from mha2mla.eval.generation import GenerationRow, GenerationSettings, compare_generation
-from mha2mla.eval.loading import load_model, load_tokenizer
-from mha2mla.eval.probes import ProbeRow, ProbeSettings, run_probes
-from mha2mla.eval.quantized_caches import ComparedCache, KVCodes, LatentCodes, QuantizedKV, QuantizedLatent
-from mha2mla.eval.report import html_table
-from mha2mla.predictions import (
+from mha2mla.conversion.predictions import (
     QUALITY_METRICS,
     Metric,
     Predictor,
@@ -26,8 +22,12 @@ from mha2mla.predictions import (
     join_windows,
     windows_at_once,
 )
+from mha2mla.eval.generation import GenerationRow, GenerationSettings, compare_generation
+from mha2mla.eval.loading import load_model, load_tokenizer
+from mha2mla.eval.probes import ProbeRow, ProbeSettings, run_probes
+from mha2mla.eval.quantized_caches import ComparedCache, KVCodes, LatentCodes, QuantizedKV, QuantizedLatent
+from mha2mla.eval.report import html_table
 from mha2mla.terminal import progress_bar
-from mha2mla.texts import load_text, plain_tokens, token_windows
 
 TEXTS = ("builtin:stdlib", "builtin:licences", "builtin:opticks")  # three kinds; no preset calibrates on them
 LENGTHS: tuple[int | None, ...] = (512, 2048, None)
@@ -169,12 +169,13 @@ def evaluate_quality(
 
     A text is cut into consecutive windows which do not overlap and do not see one another; every length reads the same
     first tokens of it, and all tokens of a window but the first are scored. Logits exist for a slice of the positions
-    at a time (:mod:`mha2mla.predictions`), so that memory is what the models' hidden states and attention take.
+    at a time (``conversion.predictions``), so that memory is what the models' hidden states and attention take.
 
     Args:
         source, converted: folder, hub id, or a loaded causal language model (used as it is: ``dtype`` and ``device``
             are then the model's own).
-        texts: names or paths for :func:`mha2mla.texts.load_text`. Choose ones that conversion was not calibrated on.
+        texts: names or paths for :func:`~mha2mla.conversion.calibration.texts.load_text`; choose ones that conversion
+            was not calibrated on.
         lengths: tokens of a window, at least 2; None stands for the most that both models take. What a model does not
             take, or a text does not fill, is left out and named in ``skipped``.
         max_tokens: tokens of each text to read at most, rounded down to whole windows, but to no less than one.
@@ -190,7 +191,7 @@ def evaluate_quality(
 
     Raises:
         FileNotFoundError: a folder that is not there.
-        TypeError: an entry of ``metrics`` is no :class:`~mha2mla.predictions.Metric`.
+        TypeError: an entry of ``metrics`` is no :class:`~mha2mla.conversion.predictions.Metric`.
         ValueError: a metric's column exists already, or it returns other values than its base class asks for; source
             and converted do not share one vocabulary or cut the text into different tokens; a bad length or
             ``max_tokens``; no text fills a window of any length; latents are to be quantised of a model that has none,

@@ -22,9 +22,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from mha2mla.conversion.latent.basis import BasisRule, LatentBasis, LatentStatistics, LatentTap
+from mha2mla.conversion.predictions import run_without_cache
 from mha2mla.kernels import GroupQuantizer
 from mha2mla.modeling.config import cache_bytes_per_token
-from mha2mla.predictions import run_without_cache
 
 QUANTIZED_KV = "mha2mla_quantized_kv"  # attn_implementation
 _QUERIES_AT_ONCE = 512

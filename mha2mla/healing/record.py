@@ -20,7 +20,7 @@ from mha2mla.eval.report import write_json
 from mha2mla.healing.settings import Settings
 from mha2mla.healing.training import Trained
 from mha2mla.modeling.config import CODE_FILES
-from mha2mla.stored_tensors import FREQUENCIES
+from mha2mla.modeling.stored_tensors import FREQUENCIES
 from mha2mla.terminal import progress_bar
 
 _UNTRAINED = ", without training."  # of the card that a conversion writes

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mha2mla.checkpoints import find_converted
 from mha2mla.conversion.calibration.blocks import Windows, check_length, listed
+from mha2mla.conversion.calibration.texts import check_text
 from mha2mla.conversion.parity import ParityReport, compare
 from mha2mla.conversion.result.destination import WORK_FOLDER, check_destination, temporary_folder
 from mha2mla.conversion.resume import (
@@ -33,7 +34,6 @@ from mha2mla.conversion.resume import (
 from mha2mla.conversion.source.files import check_unchanged, faults_of_the_source_named
 from mha2mla.conversion.source.opening import OpenedFolder, Source, open_converted, open_source
 from mha2mla.environment import collect_environment, compute_device, device_name, installed_version
-from mha2mla.families import FAMILIES
 from mha2mla.files import atomic_write
 from mha2mla.healing.processes import Processes, own_device
 from mha2mla.healing.record import HealingReport, check_pair, write_healed, write_record
@@ -41,9 +41,9 @@ from mha2mla.healing.settings import DEFAULT_TEXT, PresetName, Settings
 from mha2mla.healing.student import Models, load_models
 from mha2mla.healing.text import describe_text, hold_out, source_perplexity, text_name, training_text, with_own_windows
 from mha2mla.healing.training import Distillation, last_checkpoint, tokens_in, train
+from mha2mla.modeling.families import FAMILIES
 from mha2mla.pipeline.check import EVALUATION_TEXT, EVALUATION_TOKENS, HeldOut, source_folder
-from mha2mla.sizing import recognize_gpu
-from mha2mla.texts import check_text
+from mha2mla.pipeline.sizing import recognize_gpu
 
 _EVALUATION_LENGTH = 512
 _PIECES, _CHECKPOINTS, _PLAN = "pieces", "checkpoints", "plan"

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from mha2mla.conversion.calibration.blocks import TokenBlocks, Windows, listed
 from mha2mla.conversion.calibration.generated_text import PIECES, ROW, generate_windows
+from mha2mla.conversion.calibration.texts import DIVERSE, GENERATED, mixed_windows, start_tokens, text_identity
 from mha2mla.conversion.calibration.windows import calibration_windows
+from mha2mla.conversion.predictions import Predictor, perplexity, windows_at_once
 from mha2mla.conversion.resume import WorkFolder, keep_text, kept_text, read_piece, tensor_hash, text_code_hash
 from mha2mla.conversion.source.opening import Source, read_tokenizer
 from mha2mla.environment import device_name, installed_version, usual_dtype
 from mha2mla.healing.settings import Settings
-from mha2mla.predictions import Predictor, perplexity, windows_at_once
-from mha2mla.texts import DIVERSE, GENERATED, mixed_windows, start_tokens, text_identity
 
 HELD_OUT_SHARE = 1 / 20
 MAX_HELD_OUT = 1 << 17  # tokens

@@ -24,9 +24,9 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from mha2mla.families import FAMILIES
 from mha2mla.kernels import is_skinny, rms_norm, silu_mul, skinny_linear
 from mha2mla.modeling.captured import HOST_ROPE
+from mha2mla.modeling.families import FAMILIES
 from mha2mla.modeling.step import AttentionStep
 
 _WEIGHT, _BIAS, _OUT_FEATURES = attrgetter("weight"), attrgetter("bias"), attrgetter("out_features")

@@ -29,8 +29,8 @@ from mha2mla.modeling.paged_cache import BatchModel
 from mha2mla.modeling.registry import AttentionConstants
 from mha2mla.modeling.served import AttentionReport, what_serves
 from mha2mla.modeling.step import AttentionStep
+from mha2mla.modeling.stored_tensors import check_loaded_files, check_loaded_state
 from mha2mla.modeling.tensor_parallel import tensor_parallel_plan
-from mha2mla.stored_tensors import check_loaded_files, check_loaded_state
 
 # Fields of a model's config that ``generate`` takes as arguments.
 _CACHE_OPTIONS = ("attention_window", "num_sink_tokens", "rotary_key_cache")

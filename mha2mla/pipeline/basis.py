@@ -14,12 +14,12 @@ from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION
 from mha2mla.conversion.latent.basis import LatentBasis, LatentStatistics, latent_statistics
 from mha2mla.conversion.layer_walk import LayerWalk, converted_config
+from mha2mla.conversion.predictions import kl_divergence
 from mha2mla.conversion.resume import FinishedLayers
 from mha2mla.geometry import LATENT_BITS, MLAGeometry
 from mha2mla.kernels import GroupQuantizer
 from mha2mla.modeling.cache_layout import quantizer_of
 from mha2mla.pipeline.check import Plan
-from mha2mla.predictions import kl_divergence
 
 if TYPE_CHECKING:
     from mha2mla.modeling.config import MHA2MLAConfig

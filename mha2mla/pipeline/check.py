@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from mha2mla.checkpoints import CheckpointError, find_checkpoint
 from mha2mla.conversion.calibration.blocks import Windows, calibration_lengths, check_length, listed, nearest_length
+from mha2mla.conversion.calibration.texts import check_text
 from mha2mla.conversion.calibration.windows import evaluation_windows, named_in_errors
 from mha2mla.conversion.extension import CalibrationSource
 from mha2mla.conversion.families import SourceSpec
@@ -25,7 +26,6 @@ from mha2mla.conversion.source.opening import OpenedFolder, Source, open_source
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.environment import compute_device
 from mha2mla.terminal import Span
-from mha2mla.texts import check_text
 
 EVALUATION_TEXT = "builtin:prose"
 EVALUATION_TOKENS = 2048

@@ -20,7 +20,7 @@ from mha2mla.conversion.source.opening import read_source_config
 from mha2mla.conversion.target import DEFAULT_LAYOUT, LayoutName
 from mha2mla.modeling.cache_layout import PAGE_SIZE, fp8_layout
 from mha2mla.modeling.tensor_parallel import HeadShard
-from mha2mla.sizing import (
+from mha2mla.pipeline.sizing import (
     ATTENTION_OVER_PREDICTED,
     GPU,
     ITEMSIZE,

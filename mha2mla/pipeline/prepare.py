@@ -17,6 +17,7 @@ import torch
 
 from mha2mla.conversion.calibration.blocks import TokenBlocks, Windows, calibrated_length, listed
 from mha2mla.conversion.calibration.generated_text import PIECES
+from mha2mla.conversion.calibration.texts import DATASET, DIVERSE, GENERATED, text_identity
 from mha2mla.conversion.calibration.windows import calibration_windows, named_in_errors
 from mha2mla.conversion.extension import CalibrationSource
 from mha2mla.conversion.latent.ranks import Choice, choose_layer_ranks
@@ -38,7 +39,6 @@ from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.pipeline.basis import losses_of_codes
 from mha2mla.pipeline.check import Plan
 from mha2mla.terminal import Span
-from mha2mla.texts import DATASET, DIVERSE, GENERATED, text_identity
 
 _TEXT, _RANKS = "text", "layer-ranks"  # pieces of the work
 

@@ -23,9 +23,9 @@ from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.environment import collect_environment, describe_environment, installed_version
 from mha2mla.eval.report import html_table, markdown_table
 from mha2mla.geometry import MLAGeometry
+from mha2mla.modeling.stored_tensors import num_parameters
 from mha2mla.pipeline.check import Arguments, HeldOut
-from mha2mla.sizing import DEFAULT_GPU, GPUS, footprint, steps_by_rotary_width
-from mha2mla.stored_tensors import num_parameters
+from mha2mla.pipeline.sizing import DEFAULT_GPU, GPUS, footprint, steps_by_rotary_width
 
 if TYPE_CHECKING:
     from mha2mla.modeling import LayerAttention

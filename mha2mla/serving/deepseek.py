@@ -23,8 +23,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from mha2mla.families import FAMILIES
 from mha2mla.modeling.config import MHA2MLAConfig
+from mha2mla.modeling.families import FAMILIES
 
 CONSTANT = 4096.0  # C: exact in 16 bits, and |c|² / 2C² is far below their precision
 LATENT_MULTIPLE = 8  # channels of the latent

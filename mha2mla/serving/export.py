@@ -17,8 +17,8 @@ from mha2mla.conversion.source.checkpoint import INDEX_FILE, CheckpointReader
 from mha2mla.conversion.source.files import copy_files, identify
 from mha2mla.conversion.source.opening import open_converted
 from mha2mla.modeling.config import AUTO_MAP, CODE_FILES, MHA2MLAConfig, copy_code
+from mha2mla.modeling.stored_tensors import check_frequencies
 from mha2mla.serving import deepseek
-from mha2mla.stored_tensors import check_frequencies
 
 FORMATS = ("deepseek-v3", "remote-code")
 _DEEPSEEK_CARD = """

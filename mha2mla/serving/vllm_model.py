@@ -18,8 +18,8 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.utils import maybe_prefix
 from vllm.sequence import IntermediateTensors
 
-from mha2mla.families import FAMILIES, Family
 from mha2mla.modeling.config import MHA2MLAConfig
+from mha2mla.modeling.families import FAMILIES, Family
 from mha2mla.serving.shards import attention_name, expert_parts, placement
 from mha2mla.serving.vllm_attention import MLAParallelAttention
 

@@ -13,12 +13,12 @@ from transformers import AutoConfig, AutoTokenizer
 
 from mha2mla.conversion import recipe as recipes
 from mha2mla.conversion.calibration.blocks import TokenBlocks
+from mha2mla.conversion.calibration.texts import load_text, token_windows
 from mha2mla.conversion.families import ADAPTERS
 from mha2mla.conversion.layer_walk import LayerWalk, computed
 from mha2mla.conversion.source.checkpoint import CheckpointReader
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.environment import cache_folder
-from mha2mla.texts import load_text, token_windows
 from tests.conversion.tiny import Recipe
 
 pytestmark = pytest.mark.slow

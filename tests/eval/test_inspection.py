@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mha2mla.checkpoints import CheckpointError
-from mha2mla.cli import main
+from mha2mla.cli.verbs import main
 from mha2mla.eval.inspection import inspect_checkpoint
 from tests.conversion import tiny
 from tests.folders import edit_json, edit_weights, read_json

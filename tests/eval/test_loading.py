@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 import mha2mla
 from mha2mla.checkpoints import LONGEST_MESSAGE, CheckpointError, shorten
-from mha2mla.cli import main
+from mha2mla.cli.verbs import main
 from mha2mla.conversion.fit.repeatable import UNGROUPED_SDPA
 from mha2mla.eval.loading import load_model, load_tokenizer
 from tests.folders import edit_config, edit_weights

@@ -121,7 +121,7 @@ def test_markdown_has_tables_and_shows_text_as_it_is(files, tmp_path):
 
 
 def test_page_without_a_plot_needs_no_matplotlib(files, tmp_path, monkeypatch):
-    monkeypatch.setattr(mha2mla.plotting.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(mha2mla.eval.plotting.importlib.util, "find_spec", lambda name: None)
     write_page(files, tmp_path / "report.md")
     with pytest.raises(ImportError, match="a plot needs matplotlib"):
         write_page(files, tmp_path / "report.html")

@@ -10,12 +10,12 @@ from tokenizers.normalizers import Lowercase
 from torch.nn.functional import cross_entropy, kl_div
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from mha2mla import predictions
+from mha2mla.conversion import predictions
+from mha2mla.conversion.calibration.texts import load_text
 from mha2mla.eval import Metric, evaluate_quality, quality
 from mha2mla.eval.generation import GenerationSettings
 from mha2mla.eval.probes import QUESTIONS, ProbeSettings
 from mha2mla.eval.quantized_caches import LatentCodes
-from mha2mla.texts import load_text
 from mha2mla.trial_models import tiny_checkpoint
 from tests.conversion import tiny
 

@@ -10,7 +10,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mha2mla.cli import main
+from mha2mla.cli.verbs import main
 from mha2mla.eval import tasks
 from mha2mla.eval.tasks import TaskRow, evaluate_tasks, register
 

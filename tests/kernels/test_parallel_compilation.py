@@ -35,9 +35,9 @@ def run():
 
 if __name__ == "__main__":
     import types
-    fake = types.ModuleType("mha2mla.cli")
+    fake = types.ModuleType("mha2mla.cli.verbs")
     fake.main = run
-    sys.modules["mha2mla.cli"] = fake
+    sys.modules["mha2mla.cli.verbs"] = fake
     from mha2mla.__main__ import main
     sys.exit(main())
 """

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import mha2mla
-from mha2mla.cli import kernels_dtype
+from mha2mla.cli.verbs import kernels_dtype
 from mha2mla.loop import Loop, Sampling
 from mha2mla.loop.answering import Conversation, answer_all, pages_for, served, token_ids
 from mha2mla.prompts import Answers, checkpoint_digest, read_prompts

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mha2mla.checkpoints import CheckpointError
 from mha2mla.modeling import MHA2MLAForCausalLM
-from mha2mla.stored_tensors import StoredParameters, check_finite, is_finite
+from mha2mla.modeling.stored_tensors import StoredParameters, check_finite, is_finite
 from tests.folders import WEIGHTS, edit_json, edit_weights, read_json
 from tests.modeling import models
 from tests.modeling.full_rank import full_rank

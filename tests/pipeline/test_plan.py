@@ -13,7 +13,7 @@ import mha2mla
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.eval.report import format_value
 from mha2mla.pipeline.plan import CACHE_RATIOS, CAPACITY_COLUMNS, COST_COLUMNS, plan
-from mha2mla.sizing import GPUS, NOT_MEASURED
+from mha2mla.pipeline.sizing import GPUS, NOT_MEASURED
 from tests.commands import parse, run
 
 PAGE = Path(__file__).parents[2] / "docs" / "sizing.md"

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from mha2mla.checkpoints import CheckpointError
-from mha2mla.cli import main
+from mha2mla.cli.verbs import main
 from mha2mla.conversion.families import UnsupportedSourceError
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.result.writer import DestinationError

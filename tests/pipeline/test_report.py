@@ -12,7 +12,7 @@ import mha2mla
 from mha2mla.conversion.families import adapter_for
 from mha2mla.eval.report import format_value
 from mha2mla.pipeline.report import note_on_steps
-from mha2mla.sizing import DEFAULT_GPU, GPUS
+from mha2mla.pipeline.sizing import DEFAULT_GPU, GPUS
 from mha2mla.trial_models import converted_config, source_config
 from tests.conversion import tiny
 from tests.conversion.tiny import SHORT, convert

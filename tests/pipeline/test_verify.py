@@ -10,10 +10,10 @@ import torch
 
 import mha2mla
 from mha2mla.checkpoints import CheckpointError
+from mha2mla.conversion.calibration.texts import load_text, token_windows
 from mha2mla.conversion.layer import finish_layer
 from mha2mla.conversion.layer_walk import LayerSteps, LayerWalk
 from mha2mla.pipeline import ParityError, prepare, verify, write
-from mha2mla.texts import load_text, token_windows
 from tests.conversion import tiny
 from tests.conversion.tiny import SHORT, convert
 from tests.folders import read_json

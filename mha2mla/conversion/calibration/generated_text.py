@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mha2mla.conversion.calibration.batch_decoder import decoder, rows_at_once
+from mha2mla.conversion.calibration.texts import DIVERSE, end_tokens, plain_tokens, prompts, start_tokens
 from mha2mla.conversion.resume import WorkFolder
 from mha2mla.environment import usual_dtype
 from mha2mla.terminal import Span, progress_bar, split
-from mha2mla.texts import DIVERSE, end_tokens, plain_tokens, prompts, start_tokens
 
 _BLANK_SHARE = 1 / 3  # share of documents that begin with any word
 _CUT_SHARE = 0.5  # share of windows that begin within a document

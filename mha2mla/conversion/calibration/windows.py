@@ -11,11 +11,17 @@ import torch
 from mha2mla.checkpoints import CheckpointError
 from mha2mla.conversion.calibration.blocks import TokenBlocks, Windows, listed
 from mha2mla.conversion.calibration.generated_text import generator_of
+from mha2mla.conversion.calibration.texts import (
+    CHARACTERS_PER_TOKEN,
+    GENERATED,
+    load_text,
+    mixed_windows,
+    token_windows,
+)
 from mha2mla.conversion.extension import CalibrationSource
 from mha2mla.conversion.resume import WorkFolder
 from mha2mla.conversion.source.opening import OpenedFolder, Source, read_tokenizer
 from mha2mla.terminal import Span, split
-from mha2mla.texts import CHARACTERS_PER_TOKEN, GENERATED, load_text, mixed_windows, token_windows
 
 
 def calibration_windows(

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mha2mla.conversion.families.spec import AttentionWeights, RotaryTable, SourceSpec, UnsupportedSourceError
-from mha2mla.families import FAMILIES, Family
+from mha2mla.modeling.families import FAMILIES, Family
 
 if TYPE_CHECKING:
     from mha2mla.conversion.source.checkpoint import CheckpointReader

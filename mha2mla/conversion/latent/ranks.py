@@ -20,10 +20,10 @@ from mha2mla.conversion.calibration.blocks import ActivationStore, TokenBlocks
 from mha2mla.conversion.fit.reconstruction import ReconstructionProblem
 from mha2mla.conversion.fit.repeatable import tf32_on_cuda
 from mha2mla.conversion.layer_walk import LayerWalk, block_forward, computed, token_weights
+from mha2mla.conversion.predictions import kl_divergence
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.conversion.target import GRANULE, fast_rank
 from mha2mla.geometry import LATENT_BITS, MLAGeometry, code_bytes
-from mha2mla.predictions import kl_divergence
 from mha2mla.terminal import Span, progress_bar
 
 # Shares of the uniform rank at which layers are measured. No layer gets less than the first: below it a loss can

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from mha2mla.conversion.source.checkpoint import INDEX_FILE, SINGLE_FILE
-from mha2mla.stored_tensors import is_finite
+from mha2mla.modeling.stored_tensors import is_finite
 
 DEFAULT_SHARD_BYTES = 1 << 30
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mha2mla.checkpoints import CheckpointError, read_json, regular_file
-from mha2mla.stored_tensors import StoredTensor, is_finite, open_shard
+from mha2mla.modeling.stored_tensors import StoredTensor, is_finite, open_shard
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

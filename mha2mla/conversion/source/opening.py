@@ -21,7 +21,7 @@ from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION
 from mha2mla.conversion.source.checkpoint import INDEX_FILE, SINGLE_FILE, CheckpointReader
 from mha2mla.conversion.source.files import FileIdentity, companions, identify
 from mha2mla.conversion.source.streaming import StreamedModel
-from mha2mla.stored_tensors import FREQUENCIES, StoredParameters, check_frequencies
+from mha2mla.modeling.stored_tensors import FREQUENCIES, StoredParameters, check_frequencies
 from mha2mla.terminal import Span, progress_bar
 
 _ADAPTER_FILE = "adapter_config.json"

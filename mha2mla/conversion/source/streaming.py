@@ -15,7 +15,7 @@ from mha2mla.conversion.calibration.blocks import ActivationStore
 from mha2mla.conversion.families.spec import visible
 from mha2mla.conversion.fit.repeatable import UNGROUPED_SDPA
 from mha2mla.conversion.source.checkpoint import CheckpointReader
-from mha2mla.stored_tensors import StoredParameters
+from mha2mla.modeling.stored_tensors import StoredParameters
 
 _EMBEDDED_TOKENS = 8192  # at a time
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mha2mla.conversion.calibration import generated_text
 from mha2mla.conversion.calibration.generated_text import _cut, generate_windows, generator_of
-from mha2mla.texts import prompts
+from mha2mla.conversion.calibration.texts import prompts
 from tests.conversion import tiny
 
 

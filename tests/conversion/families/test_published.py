@@ -5,7 +5,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from mha2mla.conversion.families import ADAPTERS, adapter_for
-from mha2mla.stored_tensors import StoredParameters
+from mha2mla.modeling.stored_tensors import StoredParameters
 from tests.conversion import tiny
 from tests.conversion.tiny import FAMILIES
 

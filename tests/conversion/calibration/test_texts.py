@@ -3,8 +3,8 @@ import sys
 import pytest
 import torch
 
-from mha2mla import texts
-from mha2mla.texts import load_text, mixed_windows, prompts, start_tokens, token_windows
+from mha2mla.conversion.calibration import texts
+from mha2mla.conversion.calibration.texts import load_text, mixed_windows, prompts, start_tokens, token_windows
 from tests.conversion import tiny
 
 ALL = 10**6  # windows: more than any text has
@@ -158,7 +158,7 @@ def test_package_texts_are_long_and_distinct():
 def test_package_text_missing_or_changed_is_refused(monkeypatch, tmp_path):
     from importlib.machinery import ModuleSpec
 
-    from mha2mla import texts
+    from mha2mla.conversion.calibration import texts
 
     spec = ModuleSpec("tvm_ffi", None, is_package=True)
     spec.submodule_search_locations = [str(tmp_path)]

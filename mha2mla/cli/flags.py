@@ -14,8 +14,8 @@ from cyclopts import Group, Parameter, Token
 from docstring_parser import parse
 
 from mha2mla.conversion import presets, recipe
+from mha2mla.conversion.calibration.texts import check_text
 from mha2mla.healing import settings as healing
-from mha2mla.texts import check_text
 
 
 def _whole_numbers(hint: Any, tokens: Sequence[Token]) -> list[int]:

@@ -7,8 +7,8 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from mha2mla import plotting
-from mha2mla.plotting import COLORS, MAX_LINES, Curve, Panel, Picture, powers_of_two, tick_label
+from mha2mla.eval import plotting
+from mha2mla.eval.plotting import COLORS, MAX_LINES, Curve, Panel, Picture, powers_of_two, tick_label
 
 pytest.importorskip("matplotlib")
 from PIL import Image

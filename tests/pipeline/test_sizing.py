@@ -8,7 +8,7 @@ import pytest
 
 from mha2mla.conversion.families import adapter_for
 from mha2mla.modeling.tensor_parallel import HeadShard
-from mha2mla.sizing import (
+from mha2mla.pipeline.sizing import (
     ATTENTION_OVER_PREDICTED,
     CONVERSIONS,
     GPUS,
@@ -23,7 +23,7 @@ from mha2mla.sizing import (
 )
 from mha2mla.trial_models import converted_config, source_config
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 H200 = GPUS["h200-141gb"]
 LAYOUTS = {
     "per head 512+16": ("llama-2-7b", "per-group", 512, 16),

@@ -14,11 +14,8 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Parameter
 
 from mha2mla.checkpoints import find_checkpoint, find_converted, shorten
-from mha2mla.conversion.target import DEFAULT_LAYOUT, LayoutName
-from mha2mla.environment import installed_version, thread_hint
-from mha2mla.eval_verbs import checks, evaluation
-from mha2mla.files import output_file, page, report, report_file, write_output
-from mha2mla.flags import (
+from mha2mla.cli.eval_verbs import checks, evaluation
+from mha2mla.cli.flags import (
     HEALING,
     RECIPE,
     SEVERAL,
@@ -33,9 +30,12 @@ from mha2mla.flags import (
     load_recipe,
     torch_dtype,
 )
+from mha2mla.conversion.calibration.texts import check_text
+from mha2mla.conversion.target import DEFAULT_LAYOUT, LayoutName
+from mha2mla.environment import installed_version, thread_hint
+from mha2mla.files import output_file, page, report, report_file, write_output
 from mha2mla.healing import settings as healing
 from mha2mla.terminal import announce, forgiving_streams
-from mha2mla.texts import check_text
 
 # Errors that a user can correct: bad arguments, missing files, an extra that is not installed. Any other error is a
 # fault of this package and keeps its traceback.
@@ -360,7 +360,7 @@ def demo(
     if model is not None:
         find_checkpoint(model, "model")
     announce("loading mha2mla and torch", thread_hint(device))
-    from mha2mla.demo import run_demo
+    from mha2mla.cli.demo import run_demo
     from mha2mla.environment import keep_freed_memory
     from mha2mla.eval.measurement import wrong_rows
 

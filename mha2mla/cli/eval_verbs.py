@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal
 from cyclopts import App
 
 from mha2mla.checkpoints import find_checkpoint, find_converted, find_pair
+from mha2mla.cli.flags import SEVERAL, Device, Dtype, Json, Numbers, Texts, flag, torch_dtype
+from mha2mla.conversion.calibration.texts import check_text
 from mha2mla.conversion.target import LayoutName
 from mha2mla.environment import thread_hint
 from mha2mla.files import report_file
-from mha2mla.flags import SEVERAL, Device, Dtype, Json, Numbers, Texts, flag, torch_dtype
 from mha2mla.terminal import announce
-from mha2mla.texts import check_text
 from mha2mla.trial_models import ShapeName, random_pair
 
 evaluation = App(name="eval", help="Measures a converted checkpoint against its source.")
