@@ -12,8 +12,8 @@ float32 on texts that none of them saw.
 
 The first row is the text, the next ones are the conversion of the first arm and the source over quantised KV caches.
 An arm is not begun when it would not end within ``minutes``, by the speed of those before; a row that fails says why,
-and the others go on. Conversions that lie in ``work``, and text in the cache folder, are not made again. The file is
-written after every row, and ``work/curve.json`` has the curve of the arm that runs.
+and the others go on. Conversions that lie in ``work``, the source's rows there, and text in the cache folder are not
+made again. The file is written after every row, and ``work/curve.json`` has the curve of the arm that runs.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from json import dumps
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import mha2mla
 from benchmarks.recording import Recording, command
+from mha2mla.checkpoints import read_json
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.calibration.generated_text import generate_windows
 from mha2mla.conversion.resume import WorkFolder
@@ -42,6 +44,7 @@ from mha2mla.eval.loading import load_model, load_tokenizer
 from mha2mla.eval.probes import SPAN, ProbeSettings
 from mha2mla.eval.quality import TEXTS, evaluate_quality
 from mha2mla.eval.quantized_caches import KVCodes
+from mha2mla.files import atomic_write
 from mha2mla.healing.settings import DEFAULT_TEXT, Settings
 from mha2mla.healing.text import describe_text, source_perplexity, training_text
 from mha2mla.trial_models import fetch_smollm2
@@ -193,9 +196,18 @@ def study(
                 recipe |= {"latent.bits": int(bits)} if bits else {}
                 mha2mla.convert(source, target, recipe, evaluation_tokens=512, device=place, progress=False)
             made[name], seconds = target, time.perf_counter() - started
-            caches = () if len(made) > 1 else tuple(KVCodes(bits) for bits in (4, 3, 2))
+            file = folder / f"{source.name}-kv.json"  # rows of the source over quantised KV caches
+            known = read_json(folder, file.name) if file.is_file() else {}
+            kept = known["rows"] if known.get("compared") == compared else []
+            caches = () if kept or len(made) > 1 else tuple(KVCodes(bits) for bits in (4, 3, 2))
             is_full = any(arm.full and arm.conversion == name for arm in chosen)
             compare(f"{name} converted", target, caches, is_full, seconds=seconds)
+            if caches:
+                text = dumps({"compared": compared, "rows": table.rows[-len(caches) :]})
+                atomic_write(file, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+            elif len(made) == 1:
+                for row in kept:
+                    table.add(row)
         return made[name]
 
     def compare(name: str, checkpoint: Path, caches: tuple[KVCodes, ...], is_full: bool, **more: Any) -> None:

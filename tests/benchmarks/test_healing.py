@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from benchmarks import healing
+from tests.conversion.calls import Calls
 
 
 def study(tiny_source, tmp_path, *arms, right=True, **keys):
@@ -59,7 +61,10 @@ def test_a_study_from_end_to_end(tiny_source, tmp_path, capsys):
     capsys.readouterr()
     assert list(study(tiny_source, tmp_path, *arms, minutes=0)) == ["text"]
     assert "left out: 0.5:attention:1e-4:512, 0.5:all:1e-4:512" in capsys.readouterr().out
-    rows = study(tiny_source, tmp_path, "0.5:mlp:1e-4:512", arms[0], right=False)
+    measured = [rows[name] for name in source]
+    with Calls(torch.Tensor.aminmax) as calls:
+        rows = study(tiny_source, tmp_path, "0.5:mlp:1e-4:512", arms[0], right=False)
+    assert [rows[name] for name in source] == measured and not calls.made, "no KV cache is quantised again"
     failed = rows["0.5:mlp:1e-4:512"]
     assert failed["status"].startswith("ValueError: train is 'mlp'") and "Traceback" in failed["traceback"]
     assert rows[arms[0]]["tokens"] == 512, "the others go on"
