@@ -7,7 +7,7 @@ import re
 import pytest
 
 from mha2mla.kernels.split_kv.choice import shared_memory_limit
-from mha2mla.testing.compile_gate import GateReport, compile_only, find_tool
+from tests.kernels.compile_gate import GateReport, compile_only, find_tool
 
 
 def for_cpu(function):

@@ -19,8 +19,8 @@ import torch
 from mha2mla.kernels import parallel_compilation
 from mha2mla.kernels.mla_decode.selection import select_kernel
 from mha2mla.kernels.parallel_compilation import CompileJob, compile_job, compile_launches, run_in_workers
-from mha2mla.testing.compile_gate import find_tool
 from mha2mla.testing.problems import Problem
+from tests.kernels.compile_gate import find_tool
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """

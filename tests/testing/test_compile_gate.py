@@ -8,7 +8,7 @@ import tilelang.language as T
 
 from mha2mla.kernels.machine import PASS_CONFIGS, SMALL_PASS_CONFIGS
 from mha2mla.kernels.split_kv.combine import make_combine
-from mha2mla.testing import compile_gate
+from tests.kernels import compile_gate
 
 pytestmark = pytest.mark.skipif(compile_gate.find_tool("nvcc") is None, reason="there is no nvcc")
 

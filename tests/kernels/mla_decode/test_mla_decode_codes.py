@@ -20,6 +20,7 @@ from mha2mla.testing.problems import GroupCodesProblem, exact
 from tests.few import few
 from tests.kernels.compiled import for_cpu, gate_choice
 from tests.kernels.problems import (
+    CodesProblem,
     assert_right,
     kernels_of,
     name,
@@ -37,6 +38,13 @@ SHAPES = [
     GroupCodesProblem(5, 1, 1024, 16, (70, 1), bits=3, group=64),
     GroupCodesProblem(4, 1, 64, 16, (0, 1, 500), window=70, sinks=5, page_size=32),
 ]
+E4M3_SHAPES = [
+    CodesProblem(32, 1, 512, 64, (0, 1, 63, 64, 65, 700)),
+    CodesProblem(9, 3, 80, 16, (5, 130), page_size=16),
+    CodesProblem(8, 8, 64, 8, (3, 70, 66), seqlen_q=2),
+    CodesProblem(4, 2, 48, 16, (90, 70), starts=(3, 65)),
+    CodesProblem(4, 1, 64, 16, (500,), window=70, sinks=5),
+]
 
 
 def test_bytes_of_a_row_tell_bits_and_group_apart():
@@ -47,7 +55,7 @@ def test_bytes_of_a_row_tell_bits_and_group_apart():
     assert code_of(192, 192) is None and code_of(200, 200) is None
 
 
-@pytest.mark.parametrize("problem", SHAPES, ids=name)
+@pytest.mark.parametrize("problem", [*SHAPES, *E4M3_SHAPES], ids=name)
 def test_reference_is_decode_over_the_dequantised_cache(problem):
     inputs = problem.inputs(torch.float64)
     plan = None if problem.window is None else problem.plan(inputs)

@@ -42,25 +42,6 @@ def test_rows_that_are_zero_tiny_or_not_finite():
     assert quantize_latent(latent[:0])[0].shape == (0, 16)
 
 
-SHAPES = [
-    CodesProblem(32, 1, 512, 64, (0, 1, 63, 64, 65, 700)),
-    CodesProblem(9, 3, 80, 16, (5, 130), page_size=16),
-    CodesProblem(8, 8, 64, 8, (3, 70, 66), seqlen_q=2),
-    CodesProblem(4, 2, 48, 16, (90, 70), starts=(3, 65)),
-    CodesProblem(4, 1, 64, 16, (500,), window=70, sinks=5),
-]
-
-
-@pytest.mark.parametrize("problem", SHAPES)
-def test_reference_is_decode_over_the_dequantised_cache(problem):
-    inputs = problem.inputs(torch.float64)
-    plan = None if problem.window is None else problem.plan(inputs)
-    out, lse = mla_decode(**inputs, plan=plan, return_lse=True)
-    expected, expected_lse = exact(inputs, **problem.visibility)
-    assert torch.allclose(out, expected, rtol=1e-12, atol=1e-12)
-    assert torch.allclose(lse, expected_lse, rtol=1e-12, atol=1e-12)
-
-
 def test_error_beside_the_original_cache():
     """Loss against the unquantised cache: about the relative error of e4m3 (2^-5 on average)."""
     size = (8, 1, 128, 16, (300, 200))
