@@ -7,11 +7,11 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,7 +35,6 @@ from mha2mla.conversion.source.files import check_unchanged, faults_of_the_sourc
 from mha2mla.conversion.source.opening import OpenedFolder, Source, open_converted, open_source
 from mha2mla.environment import collect_environment, compute_device, device_name, installed_version
 from mha2mla.files import atomic_write
-from mha2mla.healing.processes import Processes, own_device
 from mha2mla.healing.record import HealingReport, check_pair, write_healed, write_record
 from mha2mla.healing.settings import DEFAULT_TEXT, PresetName, Settings
 from mha2mla.healing.student import Models, load_models
@@ -44,6 +43,48 @@ from mha2mla.healing.training import Distillation, last_checkpoint, tokens_in, t
 from mha2mla.modeling.families import FAMILIES
 from mha2mla.pipeline.check import EVALUATION_TEXT, EVALUATION_TOKENS, HeldOut, source_folder
 from mha2mla.pipeline.sizing import recognize_gpu
+
+T = TypeVar("T")
+
+
+class Processes:
+    """Runs work in the main process alone and shares its results.
+
+    Args:
+        device: of this process.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_main, self._several = True, int(os.environ.get("WORLD_SIZE", "1")) > 1
+        if self._several:
+            from accelerate import PartialState
+
+            self.is_main = PartialState(cpu=device.type == "cpu").is_main_process
+
+    def share(self, make: Callable[[], T]) -> T:
+        """``make()`` of the main process, in all of them; so is its error."""
+        if not self._several:
+            return make()
+        made: list[tuple[T | None, Exception | None]] = [(None, None)]
+        if self.is_main:
+            try:
+                made = [(make(), None)]
+            except Exception as error:
+                made = [(None, error)]
+        torch.distributed.broadcast_object_list(made, src=0)
+        value, error = made[0]
+        if error is not None:
+            raise error
+        return value
+
+
+def own_device(device: torch.device) -> torch.device:
+    """The device of this process, of several the GPU with its local rank."""
+    if device.type == "cuda" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    return device
+
 
 _EVALUATION_LENGTH = 512
 _PIECES, _CHECKPOINTS, _PLAN = "pieces", "checkpoints", "plan"

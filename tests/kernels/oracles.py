@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.attention_varlen.reference import weighted_sum
+from mha2mla.kernels.attention_varlen.api import weighted_sum
 from mha2mla.kernels.mixed_attention.api import expand
 
 

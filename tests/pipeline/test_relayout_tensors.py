@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from mha2mla.conversion.relayout import latent_config, latent_geometry, latent_tensors
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling import MHA2MLAForCausalLM
+from mha2mla.pipeline.relayout import latent_config, latent_geometry, latent_tensors
 from tests.modeling import models
 
 STORED = [case for case, (_, keys) in models.GEOMETRIES.items() if not keys.get("rope_from_latent")]
