@@ -6,6 +6,8 @@ import ctypes
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # glibc's malloc.h
 _LARGEST_INT = 2**31 - 1
+THREADS_BESIDE_GPU = 4
 LIBRARIES = ("mha2mla", "torch", "triton", "transformers", "tilelang", "apache-tvm-ffi", "safetensors", "numpy", "vllm")
 _SMI_FIELDS = {
     "gpu": "name",
@@ -83,6 +86,24 @@ def thread_hint(device: str | None) -> str:
     if cores > 1 and load > cores / 2:
         return f"{cores} threads beside other work (load {load:.1f} on {cores} cores): OMP_NUM_THREADS=N takes fewer"
     return ""
+
+
+@contextmanager
+def few_threads_beside(device: torch.device) -> Iterator[None]:
+    """While open, torch computes on at most :data:`THREADS_BESIDE_GPU` threads if ``device`` is no CPU.
+
+    A GPU's host copies and checks weights in short bursts, whose threads wait for one another: beside other programs
+    they use all cores and end later.
+    """
+    import torch
+
+    usual = torch.get_num_threads()
+    try:
+        if device.type != "cpu":
+            torch.set_num_threads(min(usual, THREADS_BESIDE_GPU))
+        yield
+    finally:
+        torch.set_num_threads(usual)
 
 
 def usable_cores() -> int:

@@ -114,3 +114,21 @@ def test_thread_hint(quota, load, device, said, monkeypatch):
     assert said in hint and bool(hint) == bool(said)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert module.thread_hint(device) == ""
+
+
+def test_few_threads_compute_beside_a_gpu():
+    import torch
+
+    usual = torch.get_num_threads()
+    try:
+        torch.set_num_threads(16)
+        for device, expected in (("cuda", module.THREADS_BESIDE_GPU), ("cpu", 16)):
+            with pytest.raises(KeyError), module.few_threads_beside(torch.device(device)):
+                assert torch.get_num_threads() == expected
+                raise KeyError
+            assert torch.get_num_threads() == 16
+        torch.set_num_threads(2)
+        with module.few_threads_beside(torch.device("cuda")):
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(usual)

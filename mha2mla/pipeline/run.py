@@ -21,7 +21,7 @@ from mha2mla.conversion.result.destination import WORK_FOLDER, check_destination
 from mha2mla.conversion.result.writer import DEFAULT_SHARD_BYTES
 from mha2mla.conversion.resume import FinishedLayers, WorkFolder, has_pieces
 from mha2mla.conversion.source.files import check_unchanged, faults_of_the_source_named
-from mha2mla.environment import compute_device
+from mha2mla.environment import compute_device, few_threads_beside
 from mha2mla.pipeline.basis import in_quantised_basis
 from mha2mla.pipeline.check import (
     EVALUATION_TEXT,
@@ -134,6 +134,7 @@ def _run(plan: Plan, started: float, seconds: dict[str, float]) -> ConversionRep
     with (
         temporary_folder(plan.destination, overwrite=arguments.overwrite, worth_keeping=has_pieces) as folder,
         whole_bar("converting", show=arguments.progress) as bar,
+        few_threads_beside(plan.model.device),
     ):
         checking, text, search, converting, writing, verifying = split(bar, *_shares(plan.recipe))
         with _timed(seconds, "prepare"):

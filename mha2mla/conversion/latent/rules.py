@@ -14,7 +14,6 @@ from mha2mla.conversion.extension import RecipeObject, register
 SHRINKAGE = 0.003  # share of the mean variance, in every direction of the inputs' covariances
 _ROUNDING = 1e-12  # share of the inputs' mean energy: variance below it is rounding, and may be negative
 _SWEEPS = 6  # alternating solves; 20 were no better than 8 on held-out text
-_CLEAR = 1e-8  # share of the mean eigenvalue, above which rounding gives no eigenvalue another sign
 
 Factors = tuple[torch.Tensor, torch.Tensor]  # decoder [rows, rank] and encoder [rank, E]
 
@@ -281,7 +280,9 @@ def _cholesky(matrix: torch.Tensor, otherwise: torch.Tensor | None = None) -> to
     """
     scale = _mean_energy(matrix, 1.0 if otherwise is None else _mean_energy(otherwise, 1.0))
     ridge = 1e-7 * scale
-    if torch.linalg.cholesky_ex(_ridged(matrix, -_CLEAR * scale)).info:  # else no eigenvalue is negative
+    # Rounding moves no eigenvalue by more; where all are above it, none is computed to be negative.
+    rounding = 4 * torch.finfo(matrix.dtype).eps * len(matrix) ** 2 * scale
+    if torch.linalg.cholesky_ex(_ridged(matrix, -rounding)).info:
         ridge = ridge + 2 * (-torch.linalg.eigvalsh(matrix)[0]).clamp_min(0)
     return torch.linalg.cholesky(_ridged(matrix, ridge))
 
