@@ -117,15 +117,16 @@ def _written(
     """
     asked = {length: count for length, count in asked.items() if count}
     machine = [device_name(device), torch.__version__, installed_version("transformers"), text_code_hash()]
-    kept = kept_text([name, dict(digests), machine, sorted(asked.items()), settings.seed])
+    rows = {length: length if length > settings.length else min(length, ROW) for length in asked}  # written in one go
+    windows = [(length, count, rows[length]) for length, count in sorted(asked.items())]
+    kept = kept_text([name, dict(digests), machine, windows, settings.seed])
     if (found := read_piece(kept, kept.stem)) is not None:
         return [found[0][str(length)] for length in asked]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=usual_dtype(device), trust_remote_code=False)
     model = model.eval().to(device)
     made = {}
     for length, count in asked.items():
-        row = length if length > settings.length else ROW
-        options = {"seed": settings.seed + length, "diverse": name == DIVERSE, "row": row}
+        options = {"seed": settings.seed + length, "diverse": name == DIVERSE, "row": rows[length]}
         made[str(length)] = generate_windows(model, tokenizer, length, count, progress=progress, work=work, **options)
     if why := keep_text(kept, made):
         warnings.warn(f"the text is not kept for later runs of this source: {why}", stacklevel=2)

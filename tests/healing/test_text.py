@@ -44,7 +44,7 @@ def test_the_source_writes_short_and_long_windows_once(source, tmp_path, monkeyp
 
     monkeypatch.setattr(text, "generate_windows", counting)
     blocks = made(source, "generated", tmp_path)
-    assert calls == [(64, 4, 64), (16, 48, 512)], "a long window is one continuation"
+    assert calls == [(64, 4, 64), (16, 48, 16)], "a long window is one continuation"
     assert blocks.lengths == (16,) * 12 + (64,) * 4 and blocks.tokens.shape == (16, 64)
     monkeypatch.setattr(resume, "_CODE", ("geometry.py",))  # code that does not write it has changed
     again = made(source, "generated", tmp_path)
@@ -52,6 +52,14 @@ def test_the_source_writes_short_and_long_windows_once(source, tmp_path, monkeyp
     monkeypatch.setattr(resume, "_TEXT_CODE", ("geometry.py",))
     made(source, "generated", tmp_path)
     assert len(calls) == 4
+
+
+def test_long_windows_are_not_taken_for_short_ones_as_long(source, tmp_path, monkeypatch):
+    """Short ones are put together of rows as calibration writes them."""
+    monkeypatch.setattr(text, "ROW", 32)
+    long, short = (dataclasses.replace(SETTINGS, length=length, long_share=1.0) for length in (16, 64))
+    blocks = [made(source, "generated", tmp_path, settings=settings) for settings in (long, short)]
+    assert blocks[0].lengths == blocks[1].lengths and not torch.equal(blocks[0].tokens, blocks[1].tokens)
 
 
 def test_text_that_cannot_be_kept_is_said(source, tmp_path, monkeypatch):
