@@ -75,6 +75,14 @@ def test_append_keeps_what_is_not_finite_in_its_group(has_centers):
     assert both[1][:, :32].isfinite().all() and both[1][:, 64:].isfinite().all()
 
 
+def test_a_step_beyond_float16_is_its_largest_number():
+    quantizer, _, latent, slots = given(1, 32, 64, False)
+    latent = latent.sign() * 50_000
+    stored, expected = append_on_cpu(quantizer, None, latent, slots), empty_cache(quantizer, 64)
+    append_codes(latent, expected, slots, quantizer, None)
+    assert torch.equal(stored, expected) and quantizer.round(latent[2:]).unique().tolist() == [-49_984, 15_520]
+
+
 def test_append_takes_the_first_of_equally_far_centers():
     quantizer, centers, latent, slots = given(4, 32, 64, True)
     same = centers[:1].expand(2, -1).contiguous()

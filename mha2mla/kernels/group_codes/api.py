@@ -13,6 +13,7 @@ from mha2mla.kernels.ops import register_kernel, runs_compiled
 from mha2mla.kernels.rope_append.api import write_rows
 
 _SCALE_BITS = (8, 16)
+LARGEST_HALF = torch.finfo(torch.float16).max
 PLANES = (8, 4, 2, 1)  # bits of a code are stored in planes of these widths, so that no code crosses a byte
 
 
@@ -119,7 +120,8 @@ class GroupQuantizer:
         levels = 2**self.bits - 1
         if self.scale_bits == 16:
             offset = least.half()
-            scale = ((most - offset.float()) / levels).clamp(min=0).half()
+            scale = ((most - offset.float()) / levels).clamp(min=0)
+            scale = torch.where(scale.isfinite(), scale.clamp(max=LARGEST_HALF), scale).half()
             return torch.cat((offset, scale[..., :1] * sign, scale[..., 1:]), -1).view(torch.uint8)
         unit = (least.abs().amax(-1, keepdim=True) / 127).bfloat16()
         steps = torch.where(unit > 0, (least / unit.float()).floor().clamp(-128, 127), 0.0)

@@ -10,7 +10,7 @@ import tilelang.language as T
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.group_codes.api import PLANES
+from mha2mla.kernels.group_codes.api import LARGEST_HALF, PLANES
 from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, Buffers, compiler
 from mha2mla.kernels.ops import aligned, capability, dtype_name, on_device
 
@@ -278,6 +278,8 @@ def make_append_codes(
         x.stored[0] = T.cast(x.bounds[0], T.float16)
         x.offset[0] = T.cast(x.stored[0], T.float32)
         x.bounds[1] = (x.bounds[1] - x.offset[0]) / T.float32(k.levels)
+        if x.bounds[1] <= LARGEST_FLOAT:
+            x.bounds[1] = T.min(x.bounds[1], T.float32(LARGEST_HALF))
         x.stored[1] = T.cast(T.if_then_else(x.bounds[1] > 0, x.bounds[1], T.float32(0)), T.float16)
         if x.bad[0] != 0:
             x.stored[0] = T.reinterpret(T.cast(NAN_HALF, "uint16"), T.float16)
