@@ -61,8 +61,8 @@ def test_rotary_key_cache_auto_rule():
     assert not keeps_rotary_keys(models.mla_config("shared", rotary_key_cache="auto"))
     wide = models.mla_config("latent", kv_lora_rank=512, qk_rope_head_dim=64, rotary_key_cache="auto")
     assert keeps_rotary_keys(wide)
-    wide.latent_bits = 4  # 128 bytes beside 320
-    assert not keeps_rotary_keys(wide)
+    wide.latent_bits = 4  # 128 bytes beside 320, but 1,024 in 16 bits: no kernel computes keys from codes
+    assert keeps_rotary_keys(wide)
     slow = models.mla_config("latent", kv_lora_rank=512, qk_rope_head_dim=128, rotary_key_cache="auto")
     assert keeps_rotary_keys(slow)
 

@@ -75,12 +75,12 @@ def least_seconds(geometry: MLAGeometry, tokens: int) -> float:
 def keeps_keys(layers: tuple[MLAGeometry, ...]) -> bool:
     """True where layers that cache the latent alone should keep their rotary keys beside it, one answer for all.
 
-    Keys that take at most 13 % of the latents' bytes are kept where computing takes more than 1.03 times what keeping
-    takes on an H200; others where it takes more than 1.08 times that and 2.2 times what bytes and products need at
-    least. Where no kernel computes keys of 16-bit latents, the bytes alone decide.
+    Keys that take at most 13 % of the latents' bytes in 16 bits are kept where computing takes more than 1.03 times
+    what keeping takes on an H200; others where it takes more than 1.08 times that and 2.2 times what bytes and products
+    need at least. Where no kernel computes keys, as for latents in codes, the bytes alone decide.
     """
     keys = sum(2 * layer.qk_rope_head_dim for layer in layers)
-    latents = sum(layer.cache_bytes_per_token(2) for layer in layers)
+    latents = sum(2 * layer.kv_lora_rank for layer in layers)
     is_cheap = keys <= CHEAP_SHARE * latents
     shapes = (DecodeShape.of(layer, TILE_TOKENS, "bfloat16") for layer in layers)
     if any(layer.has_codes for layer in layers) or any(refusal(shape, has_rope_cache=False) for shape in shapes):
