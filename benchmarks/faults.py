@@ -79,8 +79,8 @@ FAULTS = tuple(
 # "auto" goes by the first layer alone
 @ mha2mla/kernels/mla_decode/cost.py
 ? tests/modeling/test_rotary_key_cache.py -k auto_rule
--latents = sum(layer.cache_bytes_per_token(2) for layer in layers)
-+latents = len(layers) * layers[0].cache_bytes_per_token(2)
+-latents = sum(2 * layer.kv_lora_rank for layer in layers)
++latents = len(layers) * 2 * layers[0].kv_lora_rank
 # what a static cache held before a reset or a crop is read
 @ mha2mla/modeling/latent_layer.py
 ? tests/modeling/test_cache.py tests/modeling/test_cache_errors.py
