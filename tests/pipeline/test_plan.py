@@ -84,7 +84,7 @@ def test_plan_counts_the_bytes_of_codes():
     found = plan("qwen2.5-7b", gpu="h200-141gb", cache_ratios=(0.16,), latent_bits=4)
     row = found.rows[1]
     assert (row["d_c"], row["bits"], row["bytes_per_token"]) == (512, 4, 28 * 16 * (16 + 4))
-    assert row["note"] == "no prediction: codes are dequantised by plain torch" and row["loss"] == "not measured"
+    assert row["note"] == "no prediction: times over codes are not modelled" and row["loss"] == "not measured"
     assert "--latent.bits 4" in found.commands[0]
 
 
