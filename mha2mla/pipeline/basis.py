@@ -20,6 +20,7 @@ from mha2mla.geometry import LATENT_BITS, MLAGeometry
 from mha2mla.kernels import GroupQuantizer
 from mha2mla.modeling.cache_layout import quantizer_of
 from mha2mla.pipeline.check import Plan
+from mha2mla.terminal import Span
 
 if TYPE_CHECKING:
     from mha2mla.modeling.config import MHA2MLAConfig
@@ -30,7 +31,7 @@ _CODES = tuple(bits for bits in LATENT_BITS if bits < 16)
 
 
 def in_quantised_basis(
-    plan: Plan, walk: LayerWalk, layers: FinishedLayers, config: MHA2MLAConfig
+    plan: Plan, walk: LayerWalk, layers: FinishedLayers, config: MHA2MLAConfig, progress: bool | Span = False
 ) -> Callable[[int], Mapping[str, torch.Tensor]]:
     """Layer → its tensors: those of ``layers``, in the recipe's basis where latents are cached as codes.
 
@@ -41,7 +42,7 @@ def in_quantised_basis(
     if not any(each.has_codes for each in geometries):
         return layers.__getitem__
     tensors = _whole(plan, [layers[layer] for layer in range(len(geometries))])
-    statistics = statistics_of(config, tensors, walk.windows, plan.model.device)
+    statistics = statistics_of(config, tensors, walk.windows, plan.model.device, progress)
     plan.model.source.release()
     rule, group = plan.recipe.basis_rule, plan.recipe.latent.group
     bases = {i: rule.basis(statistics[i], group) for i, each in enumerate(geometries) if each.has_codes}
@@ -100,7 +101,11 @@ def _predictions(model: nn.Module, ids: torch.Tensor, bits: int) -> torch.Tensor
 
 
 def statistics_of(
-    config: MHA2MLAConfig, tensors: Mapping[str, torch.Tensor], windows: TokenBlocks, device: torch.device
+    config: MHA2MLAConfig,
+    tensors: Mapping[str, torch.Tensor],
+    windows: TokenBlocks,
+    device: torch.device,
+    progress: bool | Span = False,
 ) -> list[LatentStatistics]:
     """Statistics of every layer's latent, of the whole model in float32 and the longest windows up to :data:`LENGTH`.
 
@@ -110,7 +115,7 @@ def statistics_of(
     """
     config = copy.deepcopy(config)
     config.latent_bits = 16
-    return latent_statistics(_loaded(config, tensors, device), _windows(windows))
+    return latent_statistics(_loaded(config, tensors, device), _windows(windows), progress=progress)
 
 
 def _whole(plan: Plan, layers: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -136,7 +136,7 @@ def _run(plan: Plan, started: float, seconds: dict[str, float]) -> ConversionRep
         whole_bar("converting", show=arguments.progress) as bar,
         few_threads_beside(plan.model.device),
     ):
-        checking, text, search, converting, writing, verifying = split(bar, *_shares(plan.recipe))
+        checking, text, search, converting, basis, writing, verifying = split(bar, *_shares(plan.recipe))
         with _timed(seconds, "prepare"):
             opened.check_weights(progress=checking)
             weights, others = opened.identity()
@@ -153,7 +153,7 @@ def _run(plan: Plan, started: float, seconds: dict[str, float]) -> ConversionRep
             with _timed(seconds, "convert"), _overflow_named():
                 convert_layers(prepared, layers, converting)
             with _timed(seconds, "write"):
-                attention = in_quantised_basis(plan, prepared.walk, layers, config)
+                attention = in_quantised_basis(plan, prepared.walk, layers, config, basis)
                 replaced, writing_bar = opened.attention_names(), replace(arguments, progress=writing)
                 written = write_weights(writing_bar, plan.model, folder, attention, replaced)
             with _timed(seconds, "verify"):
@@ -185,12 +185,13 @@ def _run(plan: Plan, started: float, seconds: dict[str, float]) -> ConversionRep
 
 
 def _shares(recipe: Recipe) -> tuple[float, ...]:
-    """Shares of the time: checking, text, search for ranks, converting, writing, verifying.
+    """Shares of the time: checking, text, search for ranks, converting, basis of codes, writing, verifying.
 
     As measured on SmolLM2-135M: without gradient steps on two cores, with them on an H200.
     """
     search = 20.0 if recipe.searches_layer_ranks else 0.0
-    return (1, 3, search, 75, 1, 2) if recipe.fit.steps else (1, 11, search, 75, 1, 12)
+    basis = 0.0 if recipe.latent.bits == 16 else 2.0 if recipe.fit.steps else 12.0
+    return (1, 3, search, 75, basis, 1, 2) if recipe.fit.steps else (1, 11, search, 75, basis, 1, 12)
 
 
 @contextmanager

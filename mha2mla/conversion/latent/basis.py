@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from mha2mla.conversion.extension import RecipeObject, register
+from mha2mla.terminal import Span, progress_bar
 
 RIDGE = 1e-3  # relative to the mean eigenvalue
 MAX_CONDITION = 64.0  # condition of M, by which a basis amplifies 16-bit rounding
@@ -248,7 +249,9 @@ class _GradientTap(LatentTap):
         return latent + self.zeros[-1]
 
 
-def latent_statistics(model: nn.Module, windows: Tensor, seed: int = 0) -> list[LatentStatistics]:
+def latent_statistics(
+    model: nn.Module, windows: Tensor, seed: int = 0, *, progress: bool | Span = False
+) -> list[LatentStatistics]:
     """Statistics of every layer of a converted model.
 
     The gradient is of the log-likelihood of tokens that the model itself draws at every position of a window, so that
@@ -263,7 +266,8 @@ def latent_statistics(model: nn.Module, windows: Tensor, seed: int = 0) -> list[
     generator = torch.Generator(model.device).manual_seed(seed)
     latents: list[list[Tensor]] = [[] for _ in range(layers)]
     gradients: list[list[Tensor]] = [[] for _ in range(layers)]
-    for ids in windows.to(model.device).split(1):
+    each = windows.to(model.device).split(1)
+    for ids in progress_bar(each, show=progress, desc="basis of the codes", unit="window"):
         tap = _GradientTap(layers, config.has_rope_cache)
         with torch.enable_grad():
             logits = model(input_ids=ids, past_key_values=tap, use_cache=True).logits[0].float()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import math
 
 import pytest
 import torch
+from tqdm import tqdm
 
 from mha2mla.conversion.latent.basis import BasisRule, Importance, LatentStatistics, LatentTap, latent_statistics
 from mha2mla.kernels import GroupQuantizer
+from mha2mla.terminal import Span
 from tests.conversion.calls import Calls
 from tests.modeling import models
 
@@ -68,6 +71,12 @@ def test_rounding_loses_what_the_basis_predicts():
         assert lost[name] / lost["rotation"] == pytest.approx(predicted[name] / predicted["rotation"], rel=0.1)
     assert predicted["balanced"] < predicted["importance"] < predicted["rotation"]
     assert predicted["balanced"] < 0.7 * predicted["rotation"]
+
+
+def test_statistics_move_their_part_of_a_bar():
+    with tqdm(total=100, file=io.StringIO()) as bar:
+        latent_statistics(models.mla_model("latent"), models.tokens(2, 6), progress=Span(bar, 10, 60))
+        assert bar.n == 60 and "basis of the codes, window 2 of 2" in str(bar)
 
 
 def test_importance_is_of_the_gradient_of_what_the_model_draws():
