@@ -499,12 +499,12 @@ FAULTS = tuple(
 == judges
 # a compiler's report outlives the kernel that it is of
 @ tests/kernels/compile_gate.py
-? tests/testing/test_compile_gate.py
+? tests/kernels/test_gate_reports.py
 -[function.script(show_meta=True), arch,
 +[str(function.attrs["global_symbol"]), arch,
 # a word that is reinterpreted twice, as in codes that an H100 decoded wrong, is not seen
 @ tests/kernels/compile_gate.py
-? tests/testing/test_compile_gate.py
+? tests/kernels/test_gate_reports.py
 -sum(count > 1 for
 +sum(count > 99 for
 # auto keeps keys that gain less than the model's error
