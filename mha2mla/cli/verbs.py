@@ -343,7 +343,7 @@ def demo(
 ) -> int:
     """Converts a small model to a sixth of its cache, and prints bytes, loss and both models' answers.
 
-    Two minutes on two quiet CPU cores, where the loss and the bytes are those of a GPU and the speed is not.
+    Two and a half minutes on two quiet CPU cores, where the loss and the bytes are those of a GPU and the speed is not.
 
     Exit code 1 if a model's decode step failed its check against float64.
 

@@ -66,7 +66,8 @@ def decoder(model: nn.Module, rows: int, length: int, recorder: Recorder | None 
                 return kind(model, rows, length, recorder)
             except (RuntimeError, ValueError) as error:
                 reason = str(error).strip().partition("\n")[0]
-                warnings.warn(f"{kind.manner} was not captured, and text is written slowly: {reason}", stacklevel=2)
+                told = f"{kind.manner} was not captured, and text is written more slowly: {reason}"
+                warnings.warn(told, stacklevel=2)
                 if model.device.type == "cuda":
                     torch.cuda.synchronize()
     cache = DynamicCache(config=model.config)
