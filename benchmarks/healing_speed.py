@@ -39,6 +39,7 @@ from mha2mla.environment import compute_device, usual_dtype
 from mha2mla.healing.loss import distillation_loss, divergence
 from mha2mla.healing.settings import Settings
 from mha2mla.healing.student import load_models
+from mha2mla.healing.training import Distillation
 from mha2mla.modeling import paged_model
 from mha2mla.modeling.captured import CudaGraphs
 
@@ -227,7 +228,7 @@ def passes(
         tokens: of a pass.
         lengths: of its windows.
         train: what is trained.
-        compiled: norms and MLPs by torch.compile.
+        compiled: decoder layers and loss by torch.compile.
         seconds: after which no row is begun.
         device: default CUDA when there is one.
         json: file to write after every row.
@@ -240,15 +241,11 @@ def passes(
     for trained, by_compiler in itertools.product(train, compiled):
         settings = Settings.of("standard", tokens=tokens, train=trained)
         models = load_models(Path(model), Path(conversion), place, settings)
-        if by_compiler:
-            for each in (models.teacher, models.student):
-                for layer in each.base_model.layers:
-                    for part in (layer.input_layernorm, layer.post_attention_layernorm, layer.mlp):
-                        part.compile(dynamic=False)
+        diverge = Distillation(models, None, by_compiler).diverge
         for length in lengths:
             about = {"train": trained, "compiled": by_compiler, "length": length, "tokens": tokens}
-            rows.attempt(about, lambda models=models, length=length: one_pass(models, tokens, length, place))
-        del models
+            rows.attempt(about, partial(one_pass, models, diverge, tokens, length, place))
+        del models, diverge
     columns = ("train", "compiled", "length", "tokens_per_s", "total_ms", "source_ms", "student_ms", "loss_ms")
     return rows.table.show("A pass of training", (*columns, "backward_ms", "peak_gb", "first_s", "status"))
 
@@ -259,7 +256,7 @@ def one_divergence(run: Callable[..., Any], vocabulary: int, place: torch.device
     return {"loss_ms": milliseconds(lambda: run(expected, found, expected.new_ones(1024)))}
 
 
-def one_pass(models: Any, tokens: int, length: int, place: torch.device) -> dict[str, Any]:
+def one_pass(models: Any, diverge: Callable[..., Any], tokens: int, length: int, place: torch.device) -> dict[str, Any]:
     """Parts of a pass, one after another and each waited for."""
     ids = torch.randint(models.teacher.config.vocab_size, (tokens // length, length), device=place)
     dtype = torch.bfloat16 if place.type == "cuda" else None
@@ -282,7 +279,7 @@ def one_pass(models: Any, tokens: int, length: int, place: torch.device) -> dict
             found = models.student.base_model(input_ids=ids, use_cache=False).last_hidden_state
             mark()
             heads = (models.student.get_output_embeddings(), models.teacher.get_output_embeddings())
-            loss = distillation_loss(found.flatten(0, 1), expected.flatten(0, 1), *heads)
+            loss = distillation_loss(found.flatten(0, 1), expected.flatten(0, 1), *heads, diverge=diverge)
             mark()
         (loss / tokens).backward()
         mark()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ def distillation_loss(
     *,
     weights: Tensor | None = None,
     chunk: int | None = None,
+    diverge: Callable[..., tuple[Tensor, Tensor]] | None = None,
 ) -> Tensor:
     """Sum over tokens of w · KL(teacher ‖ student) of the full vocabulary at temperature 1, in nats.
 
@@ -29,7 +31,8 @@ def distillation_loss(
         teacher: [N, hidden of the teacher]; no gradient reaches it.
         student_head, teacher_head: [n, hidden] to logits [n, vocabulary].
         weights: w [N]; None: ones. A token of weight 0 is masked.
-        chunk: tokens of a chunk; default :data:`LOGITS_PER_CHUNK` elements of logits.
+        chunk: tokens of a chunk; default a power of two within :data:`LOGITS_PER_CHUNK` elements of logits.
+        diverge: :func:`divergence`, compiled; default as it is.
 
     Returns:
         Scalar, float32 or wider.
@@ -45,10 +48,12 @@ def distillation_loss(
     if weights.shape != student.shape[:1]:
         raise ValueError(f"weights is {tuple(weights.shape)}; expected [{len(student)}], a number for each token")
     if chunk is None:
-        chunk = max(1, LOGITS_PER_CHUNK // teacher_head(teacher[:1].detach()).shape[-1])
+        fitting = LOGITS_PER_CHUNK // teacher_head(teacher[:1].detach()).shape[-1]
+        chunk = 1 << max(0, fitting.bit_length() - 1)  # divides passes: chunks of one shape
     trained = [parameter for parameter in student_head.parameters() if parameter.requires_grad]
     heads = (student_head, teacher_head)
-    return _ChunkedKL.apply(student, teacher, weights, heads, chunk, torch.is_grad_enabled(), *trained)
+    how = (heads, chunk, diverge or divergence, torch.is_grad_enabled())
+    return _ChunkedKL.apply(student, teacher, weights, how, *trained)
 
 
 class _ChunkedKL(torch.autograd.Function):
@@ -60,12 +65,10 @@ class _ChunkedKL(torch.autograd.Function):
         student: Tensor,
         teacher: Tensor,
         weights: Tensor,
-        heads: tuple[nn.Module, nn.Module],
-        chunk: int,
-        differentiable: bool,
+        how: tuple[tuple[nn.Module, nn.Module], int, Callable[..., tuple[Tensor, Tensor]], bool],
         *trained: Tensor,
     ) -> Tensor:
-        student_head, teacher_head = heads
+        (student_head, teacher_head), chunk, diverge, differentiable = how
         total, gradient = None, torch.empty_like(student)
         sums = [torch.zeros_like(parameter) for parameter in trained]
         for start in range(0, len(student), chunk):
@@ -74,7 +77,7 @@ class _ChunkedKL(torch.autograd.Function):
             with torch.set_grad_enabled(differentiable):
                 hidden = student[part].detach().requires_grad_(differentiable)
                 found = student_head(hidden)
-            loss, slope = divergence(expected, found.detach(), weights[part])
+            loss, slope = diverge(expected, found.detach(), weights[part])
             if differentiable:
                 gradient[part], *of_head = torch.autograd.grad(found, [hidden, *trained], slope)
                 for running, added in zip(sums, of_head, strict=True):
@@ -86,7 +89,7 @@ class _ChunkedKL(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         gradient, *sums = (saved * scale for saved in ctx.saved_tensors)
-        return gradient.to(ctx.saved_tensors[0].dtype), None, None, None, None, None, *sums
+        return gradient.to(ctx.saved_tensors[0].dtype), None, None, None, *sums
 
 
 def divergence(expected: Tensor, found: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -170,7 +170,10 @@ def heal(
         with faults_of_the_source_named(opened_source.folder, files):
             pieces = processes.share(lambda: _open_work(work, request, resume))
             models = load_models(opened_source.folder, opened.folder, place, chosen)
-            distillation = Distillation(models, torch.bfloat16 if place.type == "cuda" else None)
+            is_compiled = chosen.compile == "always" or (
+                chosen.compile == "auto" and place.type == "cuda" and not models.student.is_gradient_checkpointing
+            )
+            distillation = Distillation(models, torch.bfloat16 if place.type == "cuda" else None, is_compiled)
             tokens = processes.share(lambda: _budget(chosen, distillation, opened_source, pieces))
             text_started = time.perf_counter()
             blocks = processes.share(

@@ -15,11 +15,12 @@ PresetName = Literal["quick", "standard", "long"]
 Trained = Literal["attention", "lora", "all"]
 Keep = Literal["best", "last"]
 Checkpointing = Literal["auto", "always", "never"]
+Compile = Literal["auto", "always", "never"]
 # By time: a laptop's GPU, one H200, a night. tokens_at_once is what a pass holds in memory.
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "quick": {
-            "minutes": 5.0, "text_tokens": 1 << 20, "batch_tokens": 1 << 14, "tokens_at_once": 1 << 12,
+            "minutes": 5.0, "text_tokens": 1 << 20, "batch_tokens": 1 << 15, "tokens_at_once": 1 << 12,
             "length": 512, "long_length": 2048,
         },
         "standard": {
@@ -54,6 +55,8 @@ class Settings:
         tokens_at_once: of a forward and backward pass, in whole long windows.
         checkpointing: whether the backward pass recomputes activations; "auto" where hidden states have 2048 elements
             or more.
+        compile: whether torch.compile makes the decoder layers and the loss; "auto" on CUDA where the backward pass
+            recomputes nothing.
         evaluations: of the held-out windows while it trains, and as many checkpoints.
         keep: the weights with the smallest loss on held-out windows, or the last ones.
         seed: of text, order and adapters.
@@ -71,18 +74,19 @@ class Settings:
     tokens_at_once: int
     tokens: int | None = None
     train: Trained = "attention"
-    rate: float = 1e-4
+    rate: float = 3e-5
     latent_rate: float | None = None
     lora_rank: int = 16
     long_share: float = 0.2
     own_share: float = 0.0
     checkpointing: Checkpointing = "auto"
+    compile: Compile = "auto"
     evaluations: int = 10
     keep: Keep = "best"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, kind in (("train", Trained), ("keep", Keep), ("checkpointing", Checkpointing)):
+        for name, kind in (("train", Trained), ("keep", Keep), ("checkpointing", Checkpointing), ("compile", Compile)):
             value, words = getattr(self, name), get_args(kind)
             if value not in words:
                 close = did_you_mean(value, words)

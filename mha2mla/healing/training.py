@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from transformers.trainer_callback import PrinterCallback
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.fit.repeatable import deterministic
 from mha2mla.files import atomic_write
-from mha2mla.healing.loss import distillation_loss
+from mha2mla.healing.loss import distillation_loss, divergence
 from mha2mla.healing.settings import Settings
 from mha2mla.healing.student import Models, parameter_groups
 from mha2mla.terminal import progress_bar
@@ -29,6 +30,9 @@ WARM_UP, DECAY = 0.03, 0.2  # shares of the steps
 _LOGS = 200
 _TIMED = 3  # passes
 _COMPLETE = "complete.json"
+# One graph for each shape: with dynamic ones bits would depend on the shapes that a process saw before. Values are
+# rounded where the uncompiled code rounds them: a scale of codes in float16 is the one that is stored.
+_COMPILATION = {"dynamic": False, "options": {"emulate_precision_casts": True}}
 
 
 class Distillation(nn.Module):
@@ -37,10 +41,16 @@ class Distillation(nn.Module):
     Args:
         models: the teacher is no submodule; nothing moves, wraps or saves it.
         autocast: dtype of products; None: the weights' own.
+        compiled: torch.compile makes the decoder layers and the loss of training; evaluation runs them as they are.
     """
 
-    def __init__(self, models: Models, autocast: torch.dtype | None) -> None:
+    def __init__(self, models: Models, autocast: torch.dtype | None, compiled: bool = False) -> None:
         super().__init__()
+        self.compiled = compiled
+        self.diverge = torch.compile(divergence, **_COMPILATION) if compiled else divergence
+        for model in (models.teacher, models.student) if compiled else ():
+            for layer in model.base_model.layers:
+                layer.compile(**_COMPILATION)
         self.student, self._teacher, self._autocast = models.student, (models.teacher,), autocast
         self.register_state_dict_post_hook(_keep_trained)
         self.register_load_state_dict_post_hook(lambda module, found: found.missing_keys.clear())
@@ -53,6 +63,10 @@ class Distillation(nn.Module):
             lengths: [blocks], tokens of a window in each.
             weights: [blocks, size], of mean 1 over the text; None: ones.
         """
+        with torch.compiler.set_stance("default" if self.compiled and self.training else "force_eager"):
+            return self._forward(input_ids, lengths, weights)
+
+    def _forward(self, input_ids: Tensor, lengths: Tensor, weights: Tensor | None) -> dict[str, Tensor]:
         (teacher,), total = self._teacher, 0.0
         for length in sorted(set(lengths.tolist())):
             chosen = lengths == length
@@ -67,6 +81,7 @@ class Distillation(nn.Module):
                     self.student.get_output_embeddings(),
                     teacher.get_output_embeddings(),
                     weights=None if weights is None else weights[chosen].flatten(),
+                    diverge=self.diverge,
                 )
         return {"loss": total / input_ids.numel()}
 
@@ -92,11 +107,23 @@ class Blocks(Dataset):
         return item if self._weights is None else item | {"weights": self._weights[block]}
 
 
-def passes(count: int, needed: int, seed: int) -> list[int]:
-    """Numbers of ``needed`` blocks: all ``count`` of them in a random order, then all in another one, and so on."""
-    generator = torch.Generator().manual_seed(seed)
-    orders = [torch.randperm(count, generator=generator) for _ in range(-(-needed // count))]
-    return torch.cat(orders)[:needed].tolist()
+def passes(lengths: Sequence[int], size: int, needed: int, seed: int) -> list[int]:
+    """Numbers of ``needed`` blocks: all of them in a random order, then all in another one, and so on; but those of a
+    pass, ``size`` in a row, have windows of one length: so the passes of a run have as many shapes as lengths.
+
+    Args:
+        lengths: of each block's windows.
+    """
+    generator, order = torch.Generator().manual_seed(seed), []
+    waiting: dict[int, list[int]] = {length: [] for length in lengths}
+    while len(order) < needed:
+        for block in torch.randperm(len(lengths), generator=generator).tolist():
+            same = waiting[lengths[block]]
+            same.append(block)
+            if len(same) == size:
+                order += same
+                same.clear()
+    return order[:needed]
 
 
 class _Arguments(TrainingArguments):
@@ -258,6 +285,24 @@ def tokens_in(minutes: float, distillation: Distillation, settings: Settings, vo
     return max(settings.step_tokens, int(60 * minutes / seconds * settings.pass_tokens))
 
 
+def warm_up(distillation: Distillation, blocks: TokenBlocks, per_pass: int) -> None:
+    """Compiles what is compiled, by a pass of each length. Where that fails, training runs as without it.
+
+    Warns:
+        UserWarning: what failed.
+    """
+    device = distillation.student.device
+    try:
+        for length in blocks.window_lengths if distillation.compiled else ():
+            ids = blocks.tokens[:1].expand(per_pass, -1).to(device)
+            distillation.train()(ids, torch.full((per_pass,), length))["loss"].backward()
+    except (RuntimeError, OSError) as error:
+        distillation.compiled = False
+        why = str(error).strip().partition("\n")[0]
+        warnings.warn(f"decoder layers were not compiled, and training is slower: {why:.300}", stacklevel=2)
+    distillation.zero_grad()
+
+
 def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -325,7 +370,8 @@ def train(
     arguments.lr_scheduler_kwargs = {"num_decay_steps": max(1, round(DECAY * steps)), "decay_type": "1-sqrt"}
     arguments.eval_steps = arguments.save_steps = every
     arguments.logging_steps = max(1, steps // _LOGS)
-    order = passes(len(blocks), steps * step_tokens // blocks.size, settings.seed)
+    order = passes(blocks.lengths, per_pass, steps * step_tokens // blocks.size, settings.seed)
+    warm_up(distillation, blocks, per_pass)
     clock, callbacks = _Clock(device), [] if log is None else [_Log(log, step_tokens)]
     trainer = _Trainer(
         settings,

@@ -110,9 +110,9 @@ class MLAAttention(modeling_mha2mla.MLAAttention):
 
     def _read_latent(self, latent: Tensor, cache: Cache | None) -> Tensor:
         """Latents as codes of ``config.latent_bits`` give them back; a LatentCache quantises by itself."""
-        if isinstance(cache, LatentCache):
+        if isinstance(cache, LatentCache) or self.config.latent_bits == 16:
             return latent
-        return self._rounded(latent, self.config.layer_geometry(self.layer_idx))
+        return self._rounded(latent, self.geometry)
 
     def _rounded(self, latent: Tensor, geometry: MLAGeometry) -> Tensor:
         """``latent`` [..., d_c] as its codes give it back, its gradient unchanged (straight-through); itself where

@@ -5,18 +5,28 @@ import json
 import pytest
 import torch
 
+from mha2mla.conversion.calibration.blocks import TokenBlocks
+from mha2mla.conversion.fit.repeatable import deterministic
 from mha2mla.healing import training
 from mha2mla.healing.settings import PRESETS, Settings
 from mha2mla.healing.student import load_models
 from mha2mla.healing.training import Distillation, last_checkpoint, passes, tokens_in
 from tests.conversion import tiny
 from tests.healing.test_run import LATENT, folders  # noqa: F401  a fixture
+from tests.ops import Calls
 
 
 def test_a_pass_has_every_block_once():
-    order = passes(7, 20, seed=3)
+    order = passes([8] * 7, 1, 20, seed=3)
     assert sorted(order[:7]) == sorted(order[7:14]) == list(range(7)) and len(set(order[14:])) == 6
-    assert order[:7] != order[7:14] and order == passes(7, 20, seed=3) != passes(7, 20, seed=4)
+    assert order[:7] != order[7:14] and order == passes([8] * 7, 1, 20, seed=3) != passes([8] * 7, 1, 20, seed=4)
+
+
+def test_blocks_of_a_pass_have_one_length():
+    lengths = [8] * 13 + [64] * 3
+    order = passes(lengths, 4, 160, seed=0)
+    assert all(len({lengths[block] for block in order[start : start + 4]}) == 1 for start in range(0, 160, 4))
+    assert all(abs(order.count(block) - 10) <= 1 for block in range(16))
 
 
 def test_minutes_become_tokens_by_the_clock(folders, monkeypatch):  # noqa: F811
@@ -64,6 +74,77 @@ def test_codes_are_noise_that_gradients_pass(folders, tmp_path):  # noqa: F811
     names = ("kv_a_proj.weight", "v_b_proj")
     attention = models.student.model.layers[0].self_attn
     assert all(attention.get_parameter(name).grad.abs().sum() > 0 for name in names)
+
+
+def coded(folders, tmp_path, **settings):  # noqa: F811
+    """Both models, the student over 3-bit codes, all weights trained."""
+    tiny.convert(folders[0], tmp_path / "coded", {**LATENT, "latent.bits": 3}, evaluation="builtin:prose")
+    settings = Settings.of("quick", tokens=64, length=32, long_length=32, train="all", **settings)
+    return load_models(folders[0], tmp_path / "coded", torch.device("cpu"), settings)
+
+
+def test_compiled_layers_train_as_they_are(folders, tmp_path):  # noqa: F811
+    models, ids, lengths = coded(folders, tmp_path), tiny.some_tokens(2, 32), torch.tensor([32, 32])
+    found = []
+    for compiled in (False, True):
+        distillation = Distillation(models, None, compiled)
+        with Calls() as calls:
+            evaluated = distillation.eval()(ids, lengths)["loss"]
+        assert "aten::silu" in calls.names  # evaluation compiles nothing
+        loss = distillation.train()(ids, lengths)["loss"]
+        loss.backward()
+        found.append(
+            [evaluated, loss, *(each.grad.clone() for each in distillation.parameters() if each.requires_grad)]
+        )
+        distillation.zero_grad()
+    for plain, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, plain, rtol=1e-4, atol=1e-6)
+    with torch.profiler.profile() as profile:
+        distillation(ids, lengths)["loss"].backward()
+    names = [each.key for each in profile.key_averages()]
+    assert not {"aten::silu", "aten::_log_softmax"} & set(names)
+
+
+def test_layers_have_one_graph(folders, tmp_path):  # noqa: F811
+    models, graphs = coded(folders, tmp_path), []
+    torch.compiler.reset()
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    for layer in models.student.base_model.layers:
+        layer.compile(dynamic=False, backend=backend)
+    states = torch.randn(2, 32, models.student.config.hidden_size)
+    counts = []
+    for layer in models.student.base_model.layers:
+        layer(states, position_ids=torch.arange(32)[None])
+        counts.append(len(graphs))
+    assert 0 < counts[0] == counts[-1]
+
+
+def test_a_step_runs_few_ops_and_fills_no_memory(folders, tmp_path):  # noqa: F811
+    distillation = Distillation(coded(folders, tmp_path), None)
+    with deterministic(warn_only=True), torch.profiler.profile() as profile:
+        distillation(tiny.some_tokens(2, 32), torch.tensor([32, 32]))["loss"].backward()
+    counts = {each.key: each.count for each in profile.key_averages()}
+    assert counts["aten::fill_"] < 60 < counts["aten::empty"]
+
+
+def test_layers_that_do_not_compile_train_plainly(folders, monkeypatch):  # noqa: F811
+    settings = Settings.of("quick", tokens=64, length=32, long_length=32)
+    distillation = Distillation(load_models(*folders, torch.device("cpu"), settings), None, True)
+    forward = Distillation._forward
+
+    def broken(self, *inputs):
+        if self.compiled:
+            raise RuntimeError("no compiler")
+        return forward(self, *inputs)
+
+    monkeypatch.setattr(Distillation, "_forward", broken)
+    with pytest.warns(UserWarning, match="not compiled.*no compiler"):
+        training.warm_up(distillation, TokenBlocks.of(tiny.some_tokens(2, 32)), 2)
+    assert distillation(tiny.some_tokens(2, 32), torch.tensor([32, 32]))["loss"].isfinite()
 
 
 def test_a_checkpoint_without_its_end_is_none(tmp_path):

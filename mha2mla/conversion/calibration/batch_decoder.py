@@ -22,7 +22,7 @@ from mha2mla.modeling.source_attention import NAME
 _GROUPED = "mha2mla_grouped_sdpa"
 _STAGES = 8  # graphs of a run: each sees as much of the cache as is filled by its end
 _ALIGNMENT = 64  # keys; what fused attention wants of a mask's rows, and to spare
-_MUCH = 1 << 19  # tokens from which on pages serve: their kernels take half a minute to compile, once
+_MUCH = 1 << 18  # tokens from which on pages serve: their kernels take half a minute to compile, once
 _CPU_ROWS = 64
 _CUDA_ROWS = 2048
 _MEMORY_SHARE = 0.25  # share of an accelerator's memory for the keys, the values and the predictions of all rows

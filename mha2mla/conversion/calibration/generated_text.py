@@ -140,7 +140,7 @@ def _write(
     generator: torch.Generator,
     progress: bool | Span,
 ) -> torch.Tensor:
-    """int64 [rows, length]; the host waits for the device once a token.
+    """int64 [rows, length]; the host reads a step's tokens while the device already makes the next step.
 
     Raises:
         ValueError: the model's logits are NaN.
@@ -154,21 +154,30 @@ def _write(
     is_end[list(ends)] = True
     is_forced = torch.tensor(list(map(bool, forced)))
     is_nan, noise = torch.zeros(rows, dtype=torch.bool, device=model.device), None
+    on_cuda = model.device.type == "cuda"
+    was_forced = is_forced.clone()
+    chosen = read = None  # tokens of the step before on the host, once the event ``read`` has happened
     for _ in progress_bar(range(length - 1), desc="generate", unit="token", show=progress):
         logits = logits_of(current)
         noise = torch.empty(logits.shape, device=model.device) if noise is None else noise
         best = sample(logits, generator, noise)
         is_nan |= best.values.isnan()
-        sampled = best.indices.cpu()
-        for row in (is_end[sampled] | is_forced).nonzero()[:, 0].tolist():
-            queue = forced[row]
-            if queue:
-                sampled[row] = queue.pop(0)
-            else:
+        if read is not None:
+            read.synchronize()
+        if chosen is not None:  # a row whose token was an end is told its next part
+            for row in (is_end[chosen] & ~was_forced).nonzero()[:, 0].tolist():
                 parts[row] = parts[row] or next(starts)
-                queue.extend(parts[row].pop(0))
-            is_forced[row] = bool(queue)
-        current = sampled.to(model.device)
+                forced[row].extend(parts[row].pop(0))
+                is_forced[row] = bool(forced[row])
+        told = torch.full((rows,), -1)
+        for row in is_forced.nonzero()[:, 0].tolist():
+            told[row] = forced[row].pop(0)
+        was_forced = is_forced.clone()
+        is_forced &= torch.tensor(list(map(bool, forced)))
+        told = (told.pin_memory() if on_cuda else told).to(model.device, non_blocking=True)
+        current = torch.where(told < 0, best.indices, told)
+        chosen = current.to("cpu", non_blocking=True)
+        read = torch.cuda.current_stream(model.device).record_event() if on_cuda else None
         written.append(current)
     if is_nan.any():
         raise ValueError(f"the source's logits are NaN in {int(is_nan.sum())} of {rows} rows that it wrote")

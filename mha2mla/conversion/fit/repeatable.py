@@ -80,6 +80,7 @@ def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=3)
 
 
+@torch.compiler.disable  # kernels and modes that torch.compile does not trace; what surrounds them is compiled
 def repeatable_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
