@@ -11,6 +11,8 @@ kept_us            16-bit latents beside kept rotary keys
 computed_us        16-bit latents alone: keys computed from them
 copy_us            4 bits and kept keys as a step has them: ``read_codes``, a copy of the keys' pages, the 16-bit kernel
 copy_computed_us   4 bits alone: ``read_codes``, the 16-bit kernel
+codes_computed_us  4 bits alone: the kernel over codes that computes keys from them
+codes3_computed_us, codes8_computed_us: the same, of 3 and 8 bits
 source_us          GQA decode over the source's 16-bit KV cache
 =================  ==================================================================================================
 """
@@ -35,14 +37,24 @@ from benchmarks.shapes import SpeedCase, Target, decode_case
 from mha2mla.kernels import gqa_decode, mla_decode, read_codes
 from mha2mla.kernels.parallel_compilation import CompileJob, compile_job, compile_launches
 from mha2mla.kernels.split_kv.op import compiled_shape
-from mha2mla.testing.problems import GQAProblem, GroupCodesProblem, LatentProblem, PagedProblem, Problem, judge
+from mha2mla.testing.problems import (
+    GQAProblem,
+    GroupCodesProblem,
+    LatentCodesProblem,
+    LatentProblem,
+    PagedProblem,
+    Problem,
+    judge,
+)
 
 # H, d_c, d_r of the conversion; kv heads and their width of the source
 SHAPES = (
     (32, 512, 64, 8, 128),  # Llama-3-8B at a quarter of its cache
     (32, 1024, 64, 8, 128),
     (28, 512, 128, 4, 128),  # Qwen2.5-7B at half
+    (28, 448, 128, 4, 128),
     (9, 192, 64, 3, 64),  # SmolLM2-135M at half
+    (9, 192, 128, 3, 64),
 )
 SOURCES = {shape[:3]: shape[3:] for shape in SHAPES}
 BATCHES = ((64, 4096), (16, 8192), (64, 8192), (128, 8192))
@@ -70,6 +82,10 @@ def forms(coded: GroupCodesProblem) -> dict[str, PagedProblem]:
         "codes8_us": replace(coded, bits=8),
         "kept_us": Problem(heads, 1, d_c, d_r, **shared),
         "computed_us": LatentProblem(heads, 1, d_c, d_r, **shared),
+        **{
+            f"codes{'' if bits == 4 else bits}_computed_us": LatentCodesProblem(heads, 1, d_c, d_r, bits=bits, **shared)
+            for bits in (4, 3, 8)
+        },
         "source_us": GQAProblem(heads, kv_heads, width, width, **shared),
     }
 
@@ -182,7 +198,10 @@ BENCHMARK = Benchmark(
     measure=measure,
     compile=compile_launches,
     jobs=jobs,
-    peers=("codes8_us", "kept_us", "computed_us", "copy_us", "copy_computed_us", "source_us"),
+    peers=(
+        *("codes8_us", "kept_us", "computed_us", "copy_us", "copy_computed_us"),
+        *("codes_computed_us", "codes3_computed_us", "codes8_computed_us", "source_us"),
+    ),
     reads_cache=False,
 )
 speed = speed_of(BENCHMARK, cases)

@@ -16,7 +16,7 @@ from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels.gqa_decode.api import GQA, plan_gqa_decode
 from mha2mla.kernels.gqa_decode.selection import GQAShape
 from mha2mla.kernels.group_codes.api import GroupQuantizer
-from mha2mla.kernels.mla_decode.api import GROUP_CODES, LATENT, LATENT_FP8, MLA, plan_mla_decode
+from mha2mla.kernels.mla_decode.api import GROUP_CODES, LATENT, LATENT_CODES, LATENT_FP8, MLA, plan_mla_decode
 from mha2mla.kernels.mla_decode.codes_selection import code_of
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent, quantize_latent
 from mha2mla.kernels.rope_append.api import LatentRope, rotary_keys
@@ -196,7 +196,8 @@ class Problem(PagedProblem):
         return plan_mla_decode(
             inputs["q_latent"], keys, inputs["block_table"], inputs["cache_seqlens"],
             qk_rope_head_dim=self.qk_rope_head_dim, cache_starts=inputs["cache_starts"], causal=self.causal,
-            backend=backend, latent_dtype=inputs["latent_cache"].dtype, **self.visibility,
+            backend=backend, latent_dtype=inputs["latent_cache"].dtype, row_bytes=self.columns.get("row"),
+            **self.visibility,
         )  # fmt: skip
 
 
@@ -294,12 +295,14 @@ class GroupCodesProblem(Problem):
         made["latent_cache"] = self.quantizer.encode(latent + centers[second.long()], centers)
         return made | {"centers": centers}
 
-    def plan(self, inputs: dict[str, Any], backend: str | None = None) -> DecodePlan:
-        return plan_mla_decode(
-            inputs["q_latent"], inputs["rope_cache"], inputs["block_table"], inputs["cache_seqlens"],
-            qk_rope_head_dim=self.qk_rope_head_dim, cache_starts=inputs["cache_starts"], causal=self.causal,
-            backend=backend, latent_dtype=torch.uint8, row_bytes=inputs["latent_cache"].shape[-1], **self.visibility,
-        )  # fmt: skip
+
+@dataclass(frozen=True)
+class LatentCodesProblem(GroupCodesProblem, LatentProblem):
+    """One decode call over integer codes alone, from which rotary keys are computed."""
+
+    @property
+    def op(self) -> PagedOp:
+        return LATENT_CODES
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,15 @@ from mha2mla.kernels.mla_decode.api import MLA
 from mha2mla.kernels.ops import capability
 from mha2mla.testing.kernel_check import draw_cases
 from mha2mla.testing.numeric_check import errors
-from mha2mla.testing.problems import GQAProblem, GroupCodesProblem, LatentProblem, PagedProblem, Problem, exact
+from mha2mla.testing.problems import (
+    GQAProblem,
+    GroupCodesProblem,
+    LatentCodesProblem,
+    LatentProblem,
+    PagedProblem,
+    Problem,
+    exact,
+)
 from tests.few import few
 from tests.gpu import graph_of, no_waits
 from tests.kernels.problems import (
@@ -138,9 +146,20 @@ GROUP_CODES = [
     GroupCodesProblem(32, 1, 1024, 64, (65, 2000), page_size=16, bits=8),
     GroupCodesProblem(16, 1, 640, 32, (65, 300), bits=3),
 ]
-EVERY_RUN = [*STORED, *GQA, *LATENT[:11], *LATENT_CODES[:4], *STORED_CODES, *GROUP_CODES]
+COMPUTED_CODES = [
+    LatentCodesProblem(*WS, (*EDGES, 4096)),
+    LatentCodesProblem(*WIDE, (65, 3000, 1), scaling=1.3, bits=3),
+    LatentCodesProblem(*WS, (0, 1, 15, 16, 17, 700), page_size=16, shuffled=True, bits=8),
+    LatentCodesProblem(32, 1, 1024, 64, (*EDGES, 4096), shuffled=True),
+    LatentCodesProblem(28, 1, 512, 128, (65, 3000), bits=8),
+    LatentCodesProblem(28, 1, 448, 128, (65, 300), bits=3),
+    LatentCodesProblem(9, 1, 192, 64, (5, 300, 4000), first_position=131072, group=64),
+    LatentCodesProblem(14, 1, 320, 96, (65, 300), page_size=32, bits=3),
+    LatentCodesProblem(1, 1, 32, 8, (1, 300), page_size=128, bits=8),
+]
+EVERY_RUN = [*STORED, *GQA, *LATENT[:11], *LATENT_CODES[:4], *STORED_CODES, *GROUP_CODES, *COMPUTED_CODES]
 # One problem an op.
-OPS = [STORED[2], GQA[1], LATENT[0], LATENT_CODES[0], STORED_CODES[0], GROUP_CODES[0]]
+OPS = [STORED[2], GQA[1], LATENT[0], LATENT_CODES[0], STORED_CODES[0], GROUP_CODES[0], COMPUTED_CODES[0]]
 
 
 def check(problem: PagedProblem, dtype=torch.bfloat16, planned: bool = False) -> torch.Tensor:
@@ -167,7 +186,7 @@ def test_no_shape_reads_poison_or_drops_heads(problem):
 
 FLOAT16 = [
     *(STORED[0], STORED[4], STORED[9], *STORED[23:26], *GQA[1:3], LATENT[1], STORED_CODES[0]),
-    *(GROUP_CODES[0], GROUP_CODES[5]),
+    *(GROUP_CODES[0], GROUP_CODES[5], COMPUTED_CODES[1], COMPUTED_CODES[3]),
 ]
 
 
@@ -189,6 +208,9 @@ NEW_TOKENS = [
     GroupCodesProblem(32, 1, 512, 64, ()),
     GroupCodesProblem(32, 1, 1024, 64, ()),
     GroupCodesProblem(6, 2, 64, 16, (), bits=8),
+    LatentCodesProblem(*WS, ()),
+    LatentCodesProblem(*WIDE, (), bits=8),
+    LatentCodesProblem(32, 1, 1024, 64, (), bits=3),
     GQAProblem(14, 2, 64, 64, (), page_size=16),
 ]
 
@@ -220,6 +242,8 @@ WINDOWED = [
     GROUP_CODES[0],
     GROUP_CODES[1],
     GroupCodesProblem(32, 1, 1024, 64, ()),
+    COMPUTED_CODES[0],
+    COMPUTED_CODES[2],
 ]
 
 

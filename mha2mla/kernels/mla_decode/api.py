@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from mha2mla.geometry import MLAGeometry, code_bytes
 from mha2mla.kernels.mla_decode import codes_selection
-from mha2mla.kernels.mla_decode.codes_selection import coded_shape
+from mha2mla.kernels.mla_decode.codes_selection import coded_latent_shape, coded_shape
 from mha2mla.kernels.mla_decode.quantization import CODES
 from mha2mla.kernels.mla_decode.selection import DecodeShape, latent_shape, refusal, select_kernel
 from mha2mla.kernels.ops import ALIGNMENT, Argument, argument_error, capability, dtype_name, in_plain_eager_mode
@@ -72,11 +73,23 @@ GROUP_CODES = PagedOp(
     reference="mha2mla.kernels.split_kv.reference:mla_decode_codes_reference",
     opaque_smem_writes=True,
 )
+LATENT_CODES = replace(
+    GROUP_CODES,
+    name="mla_decode_latent_codes",
+    arguments=(*GROUP_CODES.arguments[:-1], *_KEYS),
+    shape=coded_latent_shape,
+    static=("H", "d_c", "d_r", "page", "S_q", "row"),
+    refusal=partial(codes_selection.refusal, has_rope_cache=False),
+    select=partial(codes_selection.select_kernel, has_rope_cache=False),
+    modules=dict.fromkeys(("codes_latent_ws", "codes_latent_cluster"), "codes"),
+    reference="mha2mla.kernels.split_kv.reference:mla_decode_latent_codes_reference",
+    numbers=("scaling",),
+)
 
 
 def _op(latent_dtype: torch.dtype | None, has_rope_cache: bool) -> PagedOp:
-    if latent_dtype == torch.uint8 and has_rope_cache:
-        return GROUP_CODES
+    if latent_dtype == torch.uint8:
+        return GROUP_CODES if has_rope_cache else LATENT_CODES
     if not has_rope_cache:
         return LATENT_FP8 if latent_dtype == CODES else LATENT
     return FP8 if latent_dtype == CODES else MLA
@@ -128,7 +141,7 @@ def mla_decode(
             scales and k_pe are three tensors, so each is one dense copy for the tensor-memory unit, and k_pe keeps its
             own dtype: d_c + 4 + 2 G d_r bytes a token, instead of 2 d_c + 2 G d_r. Queries are not quantised.
         centers: [2, d_c] of latents that are integer codes, latent_cache [P, page, bytes of a row] uint8
-            (:class:`GroupQuantizer` of 3, 4 or 8 bits in whole groups of 32 or 64), contiguous, beside a rope_cache.
+            (:class:`GroupQuantizer` of 3, 4 or 8 bits in whole groups of 32 or 64), contiguous.
         causal: new token s sees tokens before ``cache_seqlens - S_q + 1 + s`` (bottom-right aligned); else all.
         cache_starts: [B] int32, first visible token (left padding); None means 0.
         plan: from :func:`plan_mla_decode`, last refreshed with these ``cache_seqlens`` and ``cache_starts``: kernels
@@ -168,22 +181,17 @@ def _chosen(
     centers: Tensor | None,
 ) -> tuple[PagedOp, tuple[Tensor | None, ...], tuple[float, ...]]:
     """The op that serves arguments of :func:`mla_decode`, its tensors and its numbers."""
-    if centers is not None:
-        if rope is not None:
-            raise argument_error("rope", "given", "None beside centers")
-        return GROUP_CODES, (q_latent, q_pe, latent_cache, centers, rope_cache), ()
-    latent = (latent_cache,) if latent_scale is None else (latent_cache, latent_scale)
+    second = latent_scale if centers is None else centers
+    latent = (latent_cache,) if second is None else (latent_cache, second)
+    dtype = None if second is None else CODES if centers is None else torch.uint8
     if rope is None:
         if rope_cache is None:
             raise argument_error("rope_cache", None, "a tensor, or rope in its place")
-        return MLA if latent_scale is None else FP8, (q_latent, q_pe, *latent, rope_cache), ()
+        return _op(dtype, True), (q_latent, q_pe, *latent, rope_cache), ()
     if rope_cache is not None:
         raise argument_error("rope_cache", tuple(rope_cache.shape), "None beside rope")
-    op, keys = (
-        LATENT if latent_scale is None else LATENT_FP8,
-        (rope.weight, rope.bias, rope.inv_freq, rope.page_offsets),
-    )
-    return op, (q_latent, q_pe, *latent, *keys), (rope.scaling,)
+    keys = (rope.weight, rope.bias, rope.inv_freq, rope.page_offsets)
+    return _op(dtype, False), (q_latent, q_pe, *latent, *keys), (rope.scaling,)
 
 
 def mla_decode_w_uv(
@@ -352,20 +360,15 @@ def decodes_codes(
 ) -> bool:
     """True where :func:`mla_decode` has a fast kernel over a cache of a geometry's integer codes, on a Hopper.
 
-    On an H100 such kernels took 0.44 to 0.59 of the time of a copy in 16 bits and its decode.
+    On an H100 those over kept rotary keys took 0.44 to 0.59 of the time of a copy in 16 bits and its decode.
     """
     g = geometry
-    if not (g.has_codes and g.has_rope_cache):
+    if not g.has_codes:
         return False
-    sizes = g.num_attention_heads, g.num_rope_heads, g.kv_lora_rank, g.qk_rope_head_dim, page_size, seqlen_q
-    served = dispatch(
-        GROUP_CODES,
-        None,
-        *sizes,
-        code_bytes(g.kv_lora_rank, g.latent_bits, g.latent_group),
-        dtype,
-        torch.device(device),
-    )
+    sizes = {"H": g.num_attention_heads, "G": g.num_rope_heads, "d_c": g.kv_lora_rank, "d_r": g.qk_rope_head_dim}
+    sizes |= {"page": page_size, "S_q": seqlen_q, "row": code_bytes(g.kv_lora_rank, g.latent_bits, g.latent_group)}
+    op = _op(torch.uint8, g.has_rope_cache)
+    served = dispatch(op, None, *[sizes[name] for name in op.static], dtype, torch.device(device))
     return served is not None and served.choice.kernel != "codes_portable"
 
 

@@ -12,7 +12,7 @@ from tilelang.layout import make_full_bank_swizzled_layout
 
 from mha2mla.kernels.group_codes.kernel import RUN, CodedRow, Unit, dequantise, find_center
 from mha2mla.kernels.machine import GPU, WARPGROUP, Buffers, Machine
-from mha2mla.kernels.mla_decode import swap_ab, swap_ab_cluster, swap_ab_ws
+from mha2mla.kernels.mla_decode import latent_ws, swap_ab, swap_ab_cluster, swap_ab_ws
 from mha2mla.kernels.mla_decode.codes_selection import PIECE, CodedShape
 from mha2mla.kernels.mla_decode.selection import CLUSTER
 from mha2mla.kernels.mla_decode.static import MLATypes
@@ -22,6 +22,7 @@ from mha2mla.kernels.split_kv.choice import KernelChoice
 
 # Access that an inline function declares for memory that it writes: as in ``latent_ws``.
 OPAQUE = "r"
+LEAST_UNROLLED = 80  # registers above which a thread dequantises several units at a time
 
 INLINE = """
 static __device__ __forceinline__ void load_piece(void* place, const void* source, void* barrier, int bytes,
@@ -32,14 +33,23 @@ static __device__ __forceinline__ void load_piece(void* place, const void* sourc
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(source), "r"(bytes), "r"(full) : "memory");
 }
+// values and their center's elements, in 16 bits; zeros where the row is not held
 template <bool half>
-static __device__ __forceinline__ void store_run(void* place, const float* values) {
+static __device__ __forceinline__ void store_run(void* place, const float* values, const void* center, int held) {
+  const uint4 near = __ldg(static_cast<const uint4*>(center));
+  const unsigned two[4] = {near.x, near.y, near.z, near.w};
   unsigned pair[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
+    float low, high;
     if constexpr (half)
-      asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair[i]) : "f"(values[2 * i + 1]), "f"(values[2 * i]));
-    else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair[i]) : "f"(values[2 * i + 1]), "f"(values[2 * i]));
+      asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
+          : "=f"(low), "=f"(high) : "r"(two[i]));
+    else low = __uint_as_float(two[i] << 16), high = __uint_as_float(two[i] & 0xffff0000u);
+    low += values[2 * i], high += values[2 * i + 1];
+    if constexpr (half) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair[i]) : "f"(high), "f"(low));
+    else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair[i]) : "f"(high), "f"(low));
+    pair[i] = held ? pair[i] : 0;
   }
   *static_cast<uint4*>(place) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
 }
@@ -49,8 +59,8 @@ static __device__ __forceinline__ void store_run(void* place, const float* value
 class CodedTypes(MLATypes):
     """:class:`MLATypes` whose latent_cache is [P,page*bytes of a row] (uint8), followed by centers [2,d_c]."""
 
-    def __init__(self, shape: CodedShape, machine: Machine = GPU):
-        super().__init__(shape, machine)
+    def __init__(self, shape: CodedShape, machine: Machine = GPU, *, has_rope_cache: bool = True):
+        super().__init__(shape, machine, has_rope_cache=has_rope_cache)
         first = {name: self.data.pop(name) for name in ("q_latent", "q_pe", "latent_cache")}
         rows = machine.strided("lc", [self.num_pages, shape.page_size * shape.row_bytes], "uint8")
         centers = T.Tensor([2, shape.kv_lora_rank], shape.dtype)
@@ -99,7 +109,7 @@ class Codes:
     """Of a CTA whose warpgroups dequantise, beside the properties of ``swap_ab_ws`` and ``swap_ab_cluster``."""
 
     row = property(lambda k: coded_row(k.shape))
-    wideners = property(lambda k: k.choice.threads - k.consumers - WARPGROUP)  # threads that dequantise
+    wideners = property(lambda k: k.choice.threads - k.latent_readers - WARPGROUP)  # threads that dequantise
     latent_writers = property(lambda k: k.wideners)
     registers = property(lambda k: k.choice.registers[0])
     half = property(lambda k: "true" if k.dtype == "float16" else "false")
@@ -131,6 +141,14 @@ class ClusterStatic(Codes, swap_ab_cluster.Static):
     pass
 
 
+class LatentStatic(Codes, latent_ws.Static):
+    pass
+
+
+class LatentClusterStatic(Codes, swap_ab_cluster.LatentStatic):
+    pass
+
+
 def allocate_codes(k: Static) -> dict:
     stages = k.choice.code_stages
     return {
@@ -149,10 +167,10 @@ def stream_codes(k, work, call, memory, num_pages, thread, leader):
         device.read_fragment(work, f)
         for i in T.serial(work.tiles):
             t0 = work.first_token(i)
-            device.find_pages(work, t0)
-            for v in k.pieces:
+            for v in T.serial(len(k.pieces)):  # unrolled, it takes more registers than may be left
                 n = (work.done + i) * len(k.pieces) + v
-                slot, page = n % stages, work.pages[v * len(work.pieces) // len(k.pieces)]
+                slot = n % stages
+                page = work.block_table[work.sequence, T.min((t0 + v * PIECE) // k.page_size, work.last_page())]
                 in_page = (t0 + v * PIECE) % k.page_size
                 T.barrier_wait(memory.codes_free[slot], ((n // stages) & 1) ^ 1)
                 if thread == leader:
@@ -175,15 +193,13 @@ def stream_codes(k, work, call, memory, num_pages, thread, leader):
 def widen(k, half, work, memory, call, thread):
     """Warpgroups that dequantise columns of CTA ``half`` of every tile of this CTA's fragments; a thread has the same
     columns of all rows."""
-    T.set_max_nreg(k.choice.registers[1], int(k.choice.registers[1] * k.choice.threads * k.choice.ctas_per_sm >= 65536))
+    T.set_max_nreg(k.choice.registers[3], int(k.choice.registers[3] * k.choice.threads * k.choice.ctas_per_sm >= 65536))
     row, stages, code_stages = k.row, k.choice.num_stages, k.choice.code_stages
-    x = Unit(row)
-    rounds = T.unroll if k.choice.ctas_per_sm == 1 else T.serial  # two CTAs: half as many registers
-    center, held = T.alloc_local([2 * RUN], T.float32), T.alloc_local([1], T.int32)
+    x, held = Unit(row), T.alloc_local([1], T.int32)
+    rounds = T.unroll if k.choice.registers[3] > LEAST_UNROLLED else T.serial
     own, h = k.unit(thread) // row.runs * row.group, k.unit(thread) % row.runs  # first column of its group
-    left = half * k.own_width
-    for e in T.unroll(2 * RUN):
-        center[e] = T.cast(call.centers[0, left + own + (h + e // RUN * row.runs) * RUN + e % RUN], T.float32)
+    left = half * k.own_width + own  # beyond the latent's width: zeros
+    first, is_padding = T.min(left, k.d_c - row.group), T.cast(left >= k.d_c, T.int32)
     for f in T.serial(work.fragments):
         device.read_fragment(work, f)
         for i in T.serial(work.tiles):
@@ -196,21 +212,12 @@ def widen(k, half, work, memory, call, thread):
                 m = n * len(k.pieces) + v
                 at = m % code_stages
                 T.barrier_wait(memory.codes_full[at], (m // code_stages) & 1)
-                held[0] = memory.held[at]
+                held[0] = T.if_then_else(is_padding != 0, 0, memory.held[at])
                 for r in rounds(-(-PIECE // 2 // k.at_once)):
                     token = k.token(thread, r)
                     if (token < PIECE) & (thread < 2 * k.at_once * k.units):
-                        dequantise(row, memory.codes, (at, token), (left + own) // row.group, h, x)
+                        dequantise(row, memory.codes, (at, token), first // row.group, h, x)
                         find_center(row, memory.codes, (at, token), x)
-                        for e in T.unroll(2 * RUN):
-                            x.values[e] += center[e]
-                        if x.second[0] != 0:
-                            for e in T.unroll(2 * RUN):
-                                column = left + own + (h + e // RUN * row.runs) * RUN + e % RUN
-                                x.values[e] += T.cast(call.centers[1, column], T.float32) - center[e]
-                        if held[0] == 0:
-                            for e in T.unroll(2 * RUN):
-                                x.values[e] = 0.0
                         for u in list(range(2)):
                             column = own % k.slot_cols + (h + u * row.runs) * RUN
                             T.call_extern(
@@ -218,6 +225,8 @@ def widen(k, half, work, memory, call, thread):
                                 f"store_run<{k.half}>",
                                 T.access_ptr(memory.c_ring[slot, v * PIECE + token, column], OPAQUE, RUN),
                                 T.access_ptr(x.values[u * RUN], "r", RUN),
+                                T.address_of(call.centers[x.second[0], first + (h + u * row.runs) * RUN]),
+                                held[0],
                             )
                 T.barrier_arrive(memory.codes_free[at])
             T.fence_proxy_async()
@@ -240,75 +249,99 @@ def clear_padding(k, memory, thread):
 
 def make_codes_ws(shape: CodedShape, choice: KernelChoice):
     """A TileLang function ``mla_decode_codes_ws`` for sm_90; :class:`CodedTypes` has its arguments."""
-    k, types = Static(shape, choice), CodedTypes(shape)
-    first = k.consumers + k.wideners  # thread of the loaders
+    return _make(Static(shape, choice), CodedTypes(shape))
+
+
+def make_codes_latent_ws(shape: CodedShape, choice: KernelChoice):
+    """As :func:`make_codes_ws`, without a rope_cache: warpgroups make keys of the dequantised tiles."""
+    return _make(LatentStatic(shape, choice), CodedTypes(shape, has_rope_cache=False))
+
+
+def _make(k: Static | LatentStatic, types: CodedTypes):
+    first = k.latent_readers + k.wideners  # thread of the loaders
 
     @T.macro
     def body(call):
-        with T.Kernel(k.tiling.num_tiles, types.num_ctas, threads=choice.threads) as (y, cta):
-            T.import_source(INLINE)
-            if choice.ctas_per_sm > 1:
-                T.annotate_min_blocks_per_sm(choice.ctas_per_sm)
+        with T.Kernel(k.tiling.num_tiles, types.num_ctas, threads=k.choice.threads) as (y, cta):
+            T.import_source(latent_ws.INLINE + INLINE if k.makes_keys else INLINE)
+            if k.choice.ctas_per_sm > 1:
+                T.annotate_min_blocks_per_sm(k.choice.ctas_per_sm)
             m = Buffers(**allocate_tiles(k), **allocate_barriers(k), **allocate_codes(k))
-            T.annotate_layout({m.c_ring: make_full_bank_swizzled_layout(m.c_ring)})  # an inline function writes it
+            swizzled = (m.c_ring, m.k_ring) if k.makes_keys else (m.c_ring,)  # an inline function writes it
+            T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in swizzled})
             thread = T.get_thread_binding()
             tile = device.locate(types, k.tiling, y, k.d_r)
             work = device.take_work(call, cta, k.page_size, BLOCK)
             T.pdl_trigger()
             if k.latent_cols > k.own_width:
                 clear_padding(k, m, thread)
-            loaders = [
-                (stream_codes, k, work, call, m, types.num_pages),
-                (device.stream, work, call.rope_cache, k.rope_lefts(tile.column), [m.k_ring], m.k_full, m.k_free),
-                (device.stream_queries, work, tile, call.q_latent, m.q_tile, m.q_full, m.q_free, 0),
-            ]
+            makers, loaders = [], [(stream_codes, k, work, call, m, types.num_pages)]
+            if k.makes_keys:
+                makers.append((k.latent_readers, latent_ws.make_keys, k, work, m, call, thread))
+            else:
+                lefts = k.rope_lefts(tile.column)
+                loaders.append((device.stream, work, call.rope_cache, lefts, [m.k_ring], m.k_full, m.k_free))
+            loaders.append((device.stream_queries, work, tile, call.q_latent, m.q_tile, m.q_full, m.q_free, 0))
             device.run_roles(
                 thread,
                 [
                     *device.consumers(1, consume, k, work, tile, m, call),
-                    (first, widen, k, 0, work, m, call, thread - k.consumers),
-                    (None, device.run_loaders, choice.registers[2], thread, first, loaders),
+                    *makers,
+                    (first, widen, k, 0, work, m, call, thread - k.latent_readers),
+                    (None, device.run_loaders, k.choice.registers[2], thread, first, loaders),
                 ],
             )
 
-    return types.make("codes_ws", body)
+    return types.make(k.choice.kernel, body)
 
 
 def make_codes_cluster(shape: CodedShape, choice: KernelChoice):
     """A TileLang function ``mla_decode_codes_cluster`` for sm_90; :class:`CodedTypes` has its arguments. Both CTAs of a
     cluster read whole coded rows, and each dequantises its own columns."""
-    k, types = ClusterStatic(shape, choice), CodedTypes(shape)
-    first = k.consumers + k.wideners
+    return _make_cluster(ClusterStatic(shape, choice), CodedTypes(shape))
+
+
+def make_codes_latent_cluster(shape: CodedShape, choice: KernelChoice):
+    """As :func:`make_codes_cluster`, without a rope_cache."""
+    return _make_cluster(LatentClusterStatic(shape, choice), CodedTypes(shape, has_rope_cache=False))
+
+
+def _make_cluster(k: ClusterStatic | LatentClusterStatic, types: CodedTypes):
+    first = k.latent_readers + k.wideners
 
     @T.macro
     def body(call):
-        with T.Kernel(k.tiling.num_tiles * CLUSTER, types.num_ctas, threads=choice.threads, cluster_dims=CLUSTER) as (
+        with T.Kernel(k.tiling.num_tiles * CLUSTER, types.num_ctas, threads=k.choice.threads, cluster_dims=CLUSTER) as (
             y,
             cta,
         ):
-            T.import_source(swap_ab_cluster.INLINE + INLINE)
+            T.import_source((latent_ws.INLINE if k.makes_keys else "") + swap_ab_cluster.INLINE + INLINE)
             m = Buffers(**vars(swap_ab_cluster.allocate(k)), **allocate_codes(k))
-            T.annotate_layout({m.c_ring: make_full_bank_swizzled_layout(m.c_ring)})
+            swizzled = (m.c_ring, m.k_ring) if k.makes_keys else (m.c_ring,)
+            T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in swizzled})
             thread = T.get_thread_binding()
             half = y % CLUSTER
             tile = device.locate(types, k.tiling, y // CLUSTER, k.d_r)
             T.pdl_sync()  # TileLang launches clusters as programmatic dependents
             work = device.take_work(call, cta, k.page_size, BLOCK)
             T.pdl_trigger()
-            lefts, columns = [tile.column + half * k.cut.rope_own], half * k.cut.columns
-            loaders = [
-                (stream_codes, k, work, call, m, types.num_pages),
-                (device.stream, work, call.rope_cache, lefts, [m.k_ring], m.k_full, m.k_free),
-                (device.stream_queries, work, tile, call.q_latent, m.q_tile, m.q_full, m.q_free, columns),
-            ]
+            makers, loaders = [], [(stream_codes, k, work, call, m, types.num_pages)]
+            if k.makes_keys:
+                makers.append((k.latent_readers, swap_ab_cluster.make_keys, k, half, work, m, call, thread))
+            else:
+                lefts = [tile.column + half * k.cut.rope_own]
+                loaders.append((device.stream, work, call.rope_cache, lefts, [m.k_ring], m.k_full, m.k_free))
+            columns = half * k.cut.columns
+            loaders.append((device.stream_queries, work, tile, call.q_latent, m.q_tile, m.q_full, m.q_free, columns))
             device.run_roles(
                 thread,
                 [
                     *device.consumers(1, swap_ab_cluster.consume, k, work, tile, half, m, call, thread),
-                    (first, widen, k, half, work, m, call, thread - k.consumers),
-                    (None, device.run_loaders, choice.registers[2], thread, first, loaders),
+                    *makers,
+                    (first, widen, k, half, work, m, call, thread - k.latent_readers),
+                    (None, device.run_loaders, k.choice.registers[2], thread, first, loaders),
                 ],
             )
             T.cluster_sync()  # what this CTA sent may still be on its way
 
-    return types.make("codes_cluster", body)
+    return types.make(k.choice.kernel, body)

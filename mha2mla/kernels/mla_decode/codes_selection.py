@@ -10,7 +10,7 @@ from typing import Any
 
 from mha2mla.geometry import LATENT_GROUPS, code_bytes
 from mha2mla.kernels.mla_decode import selection
-from mha2mla.kernels.mla_decode.selection import DecodeShape, padded_latent_columns, rope_blocks
+from mha2mla.kernels.mla_decode.selection import DecodeShape, key_blocks, padded_latent_columns, rope_blocks
 from mha2mla.kernels.split_kv.choice import (
     HOPPER,
     KernelChoice,
@@ -25,6 +25,13 @@ BITS = (3, 4, 8)
 PIECE = 16  # coded rows that one bulk copy brings
 LOADING_REGISTERS = {1: 56, 2: 48}  # by CTAs a multiprocessor
 LEAST_WIDENING = 72  # registers of a thread that dequantises a unit of 16 elements
+LEAN = (
+    (0, 56),
+    (0, 40),
+    (selection.LEAN, 40),
+    (20, 40),
+)  # fewer of a thread that computes, and those of one that loads
+LEAST_WIDENING_KEYS = 56  # as LEAST_WIDENING, one unit at a time
 
 
 def code_of(width: int, row_bytes: int) -> tuple[int, int] | None:
@@ -53,12 +60,19 @@ def coded_shape(
     return CodedShape(heads, groups, kv_lora_rank, qk_rope_head_dim, page_size, seqlen_q, dtype, row_bytes)
 
 
-def refusal(shape: CodedShape) -> str | None:
+def coded_latent_shape(
+    heads: int, kv_lora_rank: int, qk_rope_head_dim: int, page_size: int, seqlen_q: int, row_bytes: int, dtype: str
+) -> CodedShape:
+    """Shape of a call over a cache of codes alone: one rope head."""
+    return CodedShape(heads, 1, kv_lora_rank, qk_rope_head_dim, page_size, seqlen_q, dtype, row_bytes)
+
+
+def refusal(shape: CodedShape, *, has_rope_cache: bool = True) -> str | None:
     """Why no TileLang kernel serves a shape on any GPU, or None."""
     width, bits = shape.kv_lora_rank, " or ".join(map(str, BITS))
     formats = f"kernels take codes of {bits} bits of whole groups of 32 or 64"
     own = (shape.code is not None, f"a row of {width} elements has {shape.row_bytes} bytes", formats)
-    return first_refusal((own,)) or selection.refusal(shape)
+    return first_refusal((own,)) or selection.refusal(shape, has_rope_cache=has_rope_cache)
 
 
 def portable_choices(shape: CodedShape, tiling: RowTiling, capability: int, limit: int) -> selection.Candidates:
@@ -70,16 +84,29 @@ def portable_choices(shape: CodedShape, tiling: RowTiling, capability: int, limi
         yield rank, choice, used
 
 
-def registers_of(needed: int, roles: int, wideners: int, resident: int) -> tuple[int, int, int] | None:
-    """Registers of a thread that computes, dequantises, loads; None if they are not enough."""
+def registers_of(
+    needed: int, roles: int, wideners: int, resident: int, loading: int, makers: int = 0, key: int = 0
+) -> tuple[int, ...] | None:
+    """Registers of a thread that computes, makes keys, loads, dequantises; None if they are not enough."""
     launched = 65536 // (resident * roles * 128) // 8 * 8
-    loading = min(LOADING_REGISTERS[resident], launched)
-    pool = launched * roles - loading
+    loading = min(loading, launched)
+    pool = launched * roles - loading - makers * key
     computing = min(240, max(launched, -(-needed // 8) * 8))
     widening = min(240, (pool - computing) // wideners // 8 * 8)
     spare = pool - computing - wideners * min(widening, 128)
     computing = min(240, computing + max(0, spare) // 8 * 8)
-    return (computing, min(widening, 128), loading) if needed <= computing and widening >= LEAST_WIDENING else None
+    fits = needed <= computing and widening >= (LEAST_WIDENING_KEYS if makers else LEAST_WIDENING)
+    return (computing, key, loading, min(widening, 128)) if fits else None
+
+
+def key_registers(needed: int, columns: int, makers: int, wideners: int, resident: int) -> tuple[int, ...] | None:
+    """:func:`registers_of` where warpgroups make keys of so many columns, as lean as they have to be."""
+    key = -(-(4 * selection.key_steps(columns) + selection.KEY_OVERHEAD) // 8) * 8
+    each = (
+        registers_of(needed - lean, 2 + makers + wideners, wideners, resident, loading, makers, key)
+        for lean, loading in LEAN
+    )
+    return next((registers for registers in each if registers), None)
 
 
 def ws_choices(shape: CodedShape, tiling: RowTiling, limit: int) -> selection.Candidates:
@@ -93,13 +120,13 @@ def ws_choices(shape: CodedShape, tiling: RowTiling, limit: int) -> selection.Ca
         wideners = 1 if resident == 2 else 2
         used = selection.swap_ab_ws_shared_memory(tiling, rope, shape.kv_lora_rank, num_stages, rope_stages)
         used += pieces * (PIECE * shape.row_bytes + 16) + 1024
-        registers = registers_of(needed, 2 + wideners, wideners, resident)
+        registers = registers_of(needed, 2 + wideners, wideners, resident, LOADING_REGISTERS[resident])
         choice = selection._choice(
             "codes_ws", tiling, used,
             f"{wideners} warpgroup(s) dequantise, {num_stages} latent and {rope_stages} rope stages, {pieces} pieces of"
             f" {PIECE} coded rows, {resident} CTA(s) a multiprocessor",
             num_stages=num_stages, rope_stages=rope_stages, threads=128 * (2 + wideners), ctas_per_sm=resident,
-            registers=registers or (0, 0, 0), code_stages=pieces,
+            registers=registers or (), code_stages=pieces,
         )  # fmt: skip
         fits = registers is not None and resident * (used + 1024) <= limit + 1024
         in_flight = resident * min(pieces, 4 * rope_stages // rope.chunks_per_block)
@@ -115,7 +142,7 @@ def cluster_choices(shape: CodedShape, tiling: RowTiling, limit: int) -> selecti
         return
     scores = 64 * tiling.rows // 128
     needed = selection._accumulators(cut.columns, tiling.rows, 64, 128) + scores + selection.CONSUMER_OVERHEAD
-    registers = registers_of(needed, 4, 2, 1)
+    registers = registers_of(needed, 4, 2, 1, LOADING_REGISTERS[1])
     for halves, rope_stages, pieces in product((4, 3), (4, 3, 2), (8, 6, 4, 3, 2)):
         num_stages = halves * cut.units // 2
         used = selection.cluster_shared_memory(tiling, cut, num_stages, rope_stages)
@@ -125,10 +152,66 @@ def cluster_choices(shape: CodedShape, tiling: RowTiling, limit: int) -> selecti
             f"{selection.CLUSTER} x {cut.columns} columns, 2 warpgroups dequantise, {num_stages} parts of {cut.unit}"
             f" columns, {rope_stages} rope stages, {pieces} pieces of {PIECE} coded rows",
             num_stages=num_stages, rope_stages=rope_stages, threads=512, cluster_size=selection.CLUSTER,
-            variant="narrow", registers=registers or (0, 0, 0), code_stages=pieces,
+            variant="narrow", registers=registers or (), code_stages=pieces,
         )  # fmt: skip
         rank = (0, tiling.num_tiles, tiling.rows, -min(3, pieces), -halves, -pieces, -rope_stages)
         yield rank, choice if registers is not None and used <= limit else None, used
+
+
+def latent_ws_choices(shape: CodedShape, tiling: RowTiling, limit: int) -> selection.Candidates:
+    """As :func:`ws_choices`, with warpgroups that make keys, which leave fewer registers: few tiles first, then tiles
+    in flight, then two CTAs or two warpgroups that dequantise."""
+    latent, blocks = padded_latent_columns(shape.kv_lora_rank, 128), key_blocks(tiling, shape.qk_rope_head_dim)
+    makers = blocks.chunks_per_block
+    if shape.kv_lora_rank > selection.WIDE_LATENT:
+        return
+    needed = selection._accumulators(latent, tiling.rows, 64, 128) + selection.CONSUMER_OVERHEAD
+    sizes = product(((2, 1), (1, 2), (1, 1)), (3, 2), (3 * makers, 2 * makers), (16, 12, 8, 6, 4, 3, 2))
+    for (resident, wideners), num_stages, rope_stages, pieces in sizes:
+        used = selection.swap_ab_ws_shared_memory(tiling, blocks, shape.kv_lora_rank, num_stages, rope_stages)
+        used += pieces * (PIECE * shape.row_bytes + 16) + 1024
+        registers = key_registers(needed, shape.kv_lora_rank, makers, wideners, resident)
+        choice = selection._choice(
+            "codes_latent_ws", tiling, used,
+            f"{makers} warpgroup(s) make keys, {wideners} dequantise, {num_stages} latent and {rope_stages} rope"
+            f" stages, {pieces} pieces of {PIECE} coded rows, {resident} CTA(s) a multiprocessor",
+            num_stages=num_stages, rope_stages=rope_stages, threads=128 * (2 + makers + wideners),
+            ctas_per_sm=resident, registers=registers or (), code_stages=pieces,
+        )  # fmt: skip
+        fits = registers is not None and resident * (used + 1024) <= limit + 1024
+        ctas, in_flight = -resident, resident * pieces
+        rank = (0, tiling.num_tiles, tiling.rows, -min(8, in_flight), ctas * wideners, ctas, -in_flight, used)
+        yield rank, choice if fits else None, used
+
+
+def latent_cluster_choices(shape: CodedShape, tiling: RowTiling, limit: int) -> selection.Candidates:
+    """Behind :func:`latent_ws_choices` where that takes as few tiles; a ring of two tiles, or one and a half."""
+    cut, makers = selection.halve(tiling, shape.kv_lora_rank, 8), -(-shape.qk_rope_head_dim // selection.KEY_TILE)
+    needed = selection._accumulators(cut.columns, tiling.rows, 64, 128) + 64 * tiling.rows // 128
+    registers = key_registers(needed + selection.CONSUMER_OVERHEAD, cut.columns, makers, 1, 1)
+    for halves, rope_stages, pieces in product((4, 3), (3 * makers, 2 * makers), (8, 6, 4, 3, 2)):
+        num_stages = max(cut.units + 1, halves * cut.units // 2)
+        rope = (makers * selection.KEY_TILE, selection.KEY_TILE)
+        used = selection.cluster_shared_memory(tiling, cut, num_stages, rope_stages, rope)
+        used += pieces * (PIECE * shape.row_bytes + 16) + 1024
+        choice = selection._choice(
+            "codes_latent_cluster", tiling, used,
+            f"{selection.CLUSTER} x {cut.columns} columns, {makers} warpgroup(s) make keys, 1 dequantises, {num_stages}"
+            f" parts of {cut.unit} columns, {rope_stages} rope stages, {pieces} pieces of {PIECE} coded rows",
+            num_stages=num_stages, rope_stages=rope_stages, threads=128 * (3 + makers), cluster_size=selection.CLUSTER,
+            registers=registers or (), code_stages=pieces,
+        )  # fmt: skip
+        rank = (0, tiling.num_tiles, tiling.rows, 0, 0, -min(3, pieces), -halves, -pieces, -rope_stages)
+        yield rank, choice if registers is not None and used <= limit else None, used
+
+
+def _latent_candidates(shape: CodedShape, capability: int, limit: int) -> selection.Candidates:
+    if capability != HOPPER:
+        raise ValueError(f"the GPU has compute capability {capability / 10}; kernels that make keys of codes need 9.0")
+    for max_rows in (32, 16):
+        tiling = tile_rows(shape.heads, 1, shape.seqlen_q, max_rows, 1)
+        yield from latent_ws_choices(shape, tiling, limit)
+        yield from latent_cluster_choices(shape, tiling, limit)
 
 
 def _candidates(shape: CodedShape, capability: int, limit: int) -> Iterator[tuple[Any, KernelChoice | None, int]]:
@@ -141,13 +224,14 @@ def _candidates(shape: CodedShape, capability: int, limit: int) -> Iterator[tupl
             yield from portable_choices(shape, tiling, capability, limit)
 
 
-def list_kernels(shape: CodedShape, capability: int) -> list[KernelChoice]:
+def list_kernels(shape: CodedShape, capability: int, *, has_rope_cache: bool = True) -> list[KernelChoice]:
     """Every configuration that fits the device, the one that the rule would choose first. Raises ValueError as
     :func:`mha2mla.kernels.mla_decode.selection.list_kernels`."""
-    return rank_choices(shape, capability, _candidates(shape, capability, shared_memory_limit(capability)))
+    candidates = _candidates if has_rope_cache else _latent_candidates
+    return rank_choices(shape, capability, candidates(shape, capability, shared_memory_limit(capability)))
 
 
 @lru_cache(maxsize=4096)
-def select_kernel(shape: CodedShape, capability: int) -> KernelChoice:
+def select_kernel(shape: CodedShape, capability: int, *, has_rope_cache: bool = True) -> KernelChoice:
     """The kernel and tiles for ``shape``; arguments and errors as :func:`list_kernels`."""
-    return list_kernels(shape, capability)[0]
+    return list_kernels(shape, capability, has_rope_cache=has_rope_cache)[0]

@@ -179,8 +179,8 @@ class KernelChoice:
         reason: in words, with the numbers.
         variant: of the kernel where it has several.
         cluster_size: CTAs that share the columns of a tile of query rows.
-        registers: of a thread that computes, makes keys, streams, where a kernel makes keys on sm_90.
-        code_stages: pieces of 128 e4m3 codes in flight.
+        registers: of a thread that computes, makes keys, streams, dequantises integer codes, where a kernel sets them.
+        code_stages: pieces of 128 e4m3 codes, or of 16 rows of integer codes, in flight.
     """
 
     kernel: str
@@ -194,7 +194,7 @@ class KernelChoice:
     reason: str = field(default="", compare=False)  # the same kernel is compiled once, whatever it was chosen for
     variant: str = ""
     cluster_size: int = 1
-    registers: tuple[int, int, int] = (0, 0, 0)
+    registers: tuple[int, ...] = ()
     code_stages: int = 0
 
     def configuration(self) -> dict[str, str | int]:

@@ -337,7 +337,20 @@ def mla_decode_codes_reference(
 ) -> tuple[Tensor, Tensor]:
     """:func:`mla_decode_reference` on the dequantised cache, whose numbers are not rounded to the queries' dtype; the
     same arguments follow."""
+    latent = _dequantised(q_latent, latent_cache, centers)
+    return mla_decode_reference(q_latent, q_pe, latent, *call, **keywords)
+
+
+def mla_decode_latent_codes_reference(
+    q_latent: Tensor, q_pe: Tensor, latent_cache: Tensor, centers: Tensor, *call: Any, **keywords: Any
+) -> tuple[Tensor, Tensor]:
+    """:func:`mla_decode_latent_reference` on the dequantised cache, whose numbers are not rounded to the queries'
+    dtype; the same arguments follow."""
+    latent = _dequantised(q_latent, latent_cache, centers)
+    return mla_decode_latent_reference(q_latent, q_pe, latent, *call, **keywords)
+
+
+def _dequantised(q_latent: Tensor, latent_cache: Tensor, centers: Tensor) -> Tensor:
     width = q_latent.shape[-1]
     quantizer = GroupQuantizer(*code_of(width, latent_cache.shape[-1]))
-    latent = quantizer.decode(latent_cache, width, accumulator(q_latent.dtype), centers)
-    return mla_decode_reference(q_latent, q_pe, latent, *call, **keywords)
+    return quantizer.decode(latent_cache, width, accumulator(q_latent.dtype), centers)

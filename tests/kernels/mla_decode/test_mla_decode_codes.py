@@ -13,10 +13,10 @@ import torch
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import GroupQuantizer, decodes_codes, mla_decode
-from mha2mla.kernels.mla_decode.api import GROUP_CODES
+from mha2mla.kernels.mla_decode.api import GROUP_CODES, LATENT_CODES
 from mha2mla.kernels.mla_decode.codes_selection import code_of, coded_shape, refusal, select_kernel
 from mha2mla.kernels.split_kv.choice import tile_rows
-from mha2mla.testing.problems import GroupCodesProblem, exact
+from mha2mla.testing.problems import GroupCodesProblem, LatentCodesProblem, exact
 from tests.few import few
 from tests.kernels.compiled import for_cpu, gate_choice
 from tests.kernels.problems import (
@@ -38,6 +38,11 @@ SHAPES = [
     GroupCodesProblem(5, 1, 1024, 16, (70, 1), bits=3, group=64),
     GroupCodesProblem(4, 1, 64, 16, (0, 1, 500), window=70, sinks=5, page_size=32),
 ]
+COMPUTED = [
+    LatentCodesProblem(9, 1, 192, 64, (1, 63, 64, 65, 200), bits=3, scaling=1.3),
+    LatentCodesProblem(14, 1, 64, 16, (5, 70), page_size=16, bits=8, group=64, shuffled=True),
+    LatentCodesProblem(4, 1, 96, 24, (500, 129), page_size=128, seqlen_q=4, window=70, sinks=5),
+]
 E4M3_SHAPES = [
     CodesProblem(32, 1, 512, 64, (0, 1, 63, 64, 65, 700)),
     CodesProblem(9, 3, 80, 16, (5, 130), page_size=16),
@@ -55,7 +60,7 @@ def test_bytes_of_a_row_tell_bits_and_group_apart():
     assert code_of(192, 192) is None and code_of(200, 200) is None
 
 
-@pytest.mark.parametrize("problem", [*SHAPES, *E4M3_SHAPES], ids=name)
+@pytest.mark.parametrize("problem", [*SHAPES, *COMPUTED, *E4M3_SHAPES], ids=name)
 def test_reference_is_decode_over_the_dequantised_cache(problem):
     inputs = problem.inputs(torch.float64)
     plan = None if problem.window is None else problem.plan(inputs)
@@ -73,7 +78,8 @@ def test_codes_are_decoded_where_that_beat_a_copy():
         made = MLAGeometry(row["H"], 1, row["d_c"], row["d_r"], rope_from_latent=True, latent_bits=bits)
         kept, call = made.with_stored_keys, (row["page"], torch.bfloat16)
         assert row[column] < row["copy_us"] and decodes_codes(kept, *call, "cuda", row["S_q"])
-        assert not decodes_codes(made, *call, "cuda") and not decodes_codes(kept, *call, "cpu")
+        assert decodes_codes(made, *call, "cuda", row["S_q"])
+        assert not decodes_codes(made, *call, "cpu") and not decodes_codes(kept, *call, "cpu")
         assert not decodes_codes(replace(kept, latent_bits=16), *call, "cuda")
         shape = coded_shape(row["H"], 1, row["d_c"], row["d_r"], row["page"], 1, row["row"], "bfloat16")
         assert bits == 8 or select_kernel(shape, 90).kernel == row["kernel"]
@@ -145,26 +151,47 @@ CHOSEN = [
     (GroupCodesProblem(14, 2, 96, 16, (), bits=4), "bfloat16", "codes_ws"),
     (GroupCodesProblem(32, 1, 512, 64, (), bits=4), "bfloat16", "codes_portable"),
 ]
+COMPUTING = [
+    (LatentCodesProblem(32, 1, 512, 64, ()), "bfloat16", "codes_latent_ws"),
+    (LatentCodesProblem(32, 1, 1024, 64, ()), "bfloat16", "codes_latent_cluster"),
+    (LatentCodesProblem(28, 1, 448, 128, (), bits=3), "bfloat16", "codes_latent_cluster"),
+    (LatentCodesProblem(9, 1, 192, 128, (), bits=8), "float16", "codes_latent_ws"),
+    (LatentCodesProblem(9, 1, 192, 64, (), bits=3), "bfloat16", "codes_latent_ws"),
+    (LatentCodesProblem(32, 1, 512, 64, (), bits=8, page_size=16, seqlen_q=8), "float16", "codes_latent_ws"),
+    (LatentCodesProblem(32, 1, 1024, 64, (), bits=8, page_size=16, seqlen_q=8), "float16", "codes_latent_cluster"),
+    (LatentCodesProblem(28, 1, 512, 128, (), bits=8), "bfloat16", "codes_latent_cluster"),
+]
 
 
-@few("problem, dtype, kernel", CHOSEN, count=4)
+@few("problem, dtype, kernel", [*CHOSEN[:4], *COMPUTING[:3], *CHOSEN[4:], *COMPUTING[3:]], count=7)
 def test_kernels_fit(problem, dtype, kernel):
-    choice = next(c for c in kernels_of(GROUP_CODES, problem.shape(dtype), 90) if c.kernel == kernel)
-    gate_choice(GROUP_CODES, problem.shape(dtype), choice, 90, slack=4096)
+    choice = next(c for c in kernels_of(problem.op, problem.shape(dtype), 90) if c.kernel == kernel)
+    gate_choice(problem.op, problem.shape(dtype), choice, 90, slack=4096)
 
 
-@few("problem, dtype, kernel", [*CHOSEN[:4], (GroupCodesProblem(16, 1, 640, 32, (), bits=3), "float16", "")], count=5)
+@pytest.mark.parametrize("problem, dtype, kernel", COMPUTING)
+def test_hoppers_alone_compute_keys_of_codes(problem, dtype, kernel):
+    assert LATENT_CODES.select(problem.shape(dtype), 90).kernel == kernel
+    with pytest.raises(ValueError, match="capability 8.0"):
+        LATENT_CODES.select(problem.shape(dtype), 80)
+
+
+EACH = [*CHOSEN[:4], (GroupCodesProblem(16, 1, 640, 32, (), bits=3), "float16", "codes_cluster"), *COMPUTING[:4]]
+
+
+@pytest.mark.parametrize("problem, dtype, kernel", EACH)
 def test_every_unit_of_a_piece_is_dequantised_once(problem, dtype, kernel):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.mla_decode.codes import PIECE, ClusterStatic, Static
+    from mha2mla.kernels.mla_decode import codes
 
-    choice = GROUP_CODES.select(problem.shape(dtype), 90)
-    k = (ClusterStatic if choice.kernel == "codes_cluster" else Static)(problem.shape(dtype), choice)
+    choice = problem.op.select(problem.shape(dtype), 90)
+    statics = {"codes_ws": "Static", "codes_cluster": "ClusterStatic", "codes_latent_ws": "LatentStatic"}
+    k = getattr(codes, statics.get(choice.kernel, "LatentClusterStatic"))(problem.shape(dtype), choice)
     places = [
         (k.token(thread, r), k.unit(thread))
-        for r in range(-(-PIECE // 2 // k.at_once))
+        for r in range(-(-codes.PIECE // 2 // k.at_once))
         for thread in range(2 * k.at_once * k.units)
     ]
-    written = sorted(place for place in places if place[0] < PIECE)
-    assert written == [(token, unit) for token in range(PIECE) for unit in range(k.units)]
+    written = sorted(place for place in places if place[0] < codes.PIECE)
+    assert written == [(token, unit) for token in range(codes.PIECE) for unit in range(k.units)]
     assert 2 * k.at_once * k.units <= k.wideners
