@@ -2,12 +2,18 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache
 
+from mha2mla.geometry import MLAGeometry
 from mha2mla.loop import Loop, Sampling
 from mha2mla.modeling import LatentCache
+from mha2mla.modeling.backends import ATTENTION_BACKENDS
+from mha2mla.modeling.batch import UniformBatch
 from mha2mla.modeling.config import cache_bytes
+from mha2mla.modeling.registry import AttentionConstants
 from tests.modeling import models
+from tests.ops import Calls
 
 EXACT = 1e-6  # in float64, but norms are float32
 CHUNKS = {"whole": (29,), "chunks": (15, 16, 17, 22, 29), "tokens": tuple(range(1, 30))}
@@ -146,12 +152,36 @@ def test_the_folders_file_reads_the_latents_themselves():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("keys", ["bfloat16", "none"])
 @pytest.mark.parametrize("bits", [3, 4, 8])
 @torch.no_grad()
-def test_steps_on_a_gpu_read_the_same_codes(bits):
-    """Over kept keys, token by token, by the kernels over codes."""
+def test_steps_on_a_gpu_read_the_same_codes(bits, keys):
+    """Over kept and over computed keys, token by token, by the kernels over codes."""
     widths = {"kv_lora_rank": 64, "qk_rope_head_dim": 8}
-    model = coded_model(bits=bits, rotary_key_cache="bfloat16", **widths).to("cuda", torch.bfloat16)
+    model = coded_model(bits=bits, rotary_key_cache=keys, **widths).to("cuda", torch.bfloat16)
     ids = models.tokens(3, 29).cuda()
     found = models.logits_of_calls(model, LatentCache(model.config, page_size=16), ids, CHUNKS["tokens"])
     assert models.relative_error(found.float(), model(ids, use_cache=False).logits.float()) < 0.2
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@torch.no_grad()
+def test_steps_call_the_kernel_over_codes(kept):
+    """Of fake CUDA tensors: a decode is one op over the codes, and no copy of them."""
+    geometry = MLAGeometry(6, 1, 64, 8, 8, 16, 2, rope_from_latent=True, latent_bits=4)
+    geometry = geometry.with_stored_keys if kept else geometry
+    backend, constants = ATTENTION_BACKENDS.get("mla_paged"), AttentionConstants(geometry, softmax_scale=0.25)
+    with FakeTensorMode(), torch.device("cuda"):
+        shapes = {"q_nope": (1, 6, 8), "q_pe": (1, 6, 8), "latent": (1, 64), "k_up": (2, 8, 64), "v_up": (2, 16, 64)}
+        shapes |= {"latent_centers": (2, 64)} | ({} if kept else {"rope_weight": (8, 64), "rope_bias": (8,)})
+        tensors = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+        tensors["inv_freq"] = torch.empty(1, 4).unbind()  # indexing a fake tensor asks CUDA
+        cache = backend.cache_layout(geometry, 16, torch.bfloat16).make(9, "cuda")
+        table, lengths = torch.empty(1, 4, dtype=torch.int32), torch.empty(1, dtype=torch.int32)
+        planner = ATTENTION_BACKENDS.get("mla_reference")  # kernels' plans count multiprocessors
+        plan = planner.plan_decode(cache, table, 1, constants, torch.bfloat16)
+        batch = UniformBatch(lengths, lengths, table, lengths, None)
+        with Calls() as calls:
+            backend.attend(tensors, cache, batch, plan, constants)
+    name = "mla_decode_codes" if kept else "mla_decode_latent_codes"
+    assert f"{name}_out" in calls and "read_codes" not in calls
