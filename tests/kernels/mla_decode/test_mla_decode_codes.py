@@ -84,6 +84,10 @@ def test_codes_are_decoded_where_that_beat_a_copy():
         shape = coded_shape(row["H"], 1, row["d_c"], row["d_r"], row["page"], 1, row["row"], "bfloat16")
         assert bits == 8 or select_kernel(shape, 90).kernel == row["kernel"]
     assert len(timed) == 10 and all(row["us"] < 0.6 * row["copy_us"] for row in timed)
+    for width, rope in ((32, 128), (512, 128), (1024, 64)):  # docs/limits.md
+        made = MLAGeometry(32, 1, width, rope, rope_from_latent=True, latent_bits=8)
+        assert decodes_codes(made, 16, torch.float16, "cuda", 8)
+        assert rope == 64 or not decodes_codes(replace(made, kv_lora_rank=544), 16, torch.float16, "cuda", 8)
     odd = MLAGeometry(64, 1, 608, 24, latent_bits=4)  # halves of its columns are no multiples of 64
     assert not decodes_codes(odd, 64, torch.bfloat16, "cuda")
 
