@@ -266,6 +266,7 @@ class Trained:
     curve: list[dict[str, float]]
 
 
+@deterministic(warn_only=True)  # as train runs: layers are compiled again in another mode
 def tokens_in(minutes: float, distillation: Distillation, settings: Settings, vocabulary: int) -> int:
     """Tokens that ``minutes`` of training take on this machine, by a few passes over random tokens in windows of both
     lengths, the first of which compile what is compiled; no step is made."""
@@ -285,6 +286,7 @@ def tokens_in(minutes: float, distillation: Distillation, settings: Settings, vo
     return max(settings.step_tokens, int(60 * minutes / seconds * settings.pass_tokens))
 
 
+@deterministic(warn_only=True)  # as train runs: layers are compiled again in another mode
 def warm_up(distillation: Distillation, blocks: TokenBlocks, per_pass: int) -> None:
     """Compiles what is compiled, by a pass of each length. Where that fails, training runs as without it.
 

@@ -10,7 +10,7 @@ from mha2mla.conversion.fit.repeatable import deterministic
 from mha2mla.healing import training
 from mha2mla.healing.settings import PRESETS, Settings
 from mha2mla.healing.student import load_models
-from mha2mla.healing.training import Distillation, last_checkpoint, passes, tokens_in
+from mha2mla.healing.training import Distillation, last_checkpoint, passes, tokens_in, warm_up
 from tests.conversion import tiny
 from tests.healing.test_run import LATENT, folders  # noqa: F401  a fixture
 from tests.ops import Calls
@@ -121,6 +121,17 @@ def test_layers_have_one_graph(folders, tmp_path):  # noqa: F811
         layer(states, position_ids=torch.arange(32)[None])
         counts.append(len(graphs))
     assert 0 < counts[0] == counts[-1]
+
+
+def test_training_runs_what_warm_up_compiled(folders, tmp_path):  # noqa: F811
+    torch.compiler.reset()
+    distillation = Distillation(coded(folders, tmp_path), None, True)
+    blocks = TokenBlocks.of(tiny.some_tokens(4, 32))
+    warm_up(distillation, blocks, 2)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    with deterministic(warn_only=True):
+        distillation.train()(blocks.tokens[:2], torch.full((2,), 32))["loss"].backward()
+    assert graphs and torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
 def test_a_step_runs_few_ops_and_fills_no_memory(folders, tmp_path):  # noqa: F811
