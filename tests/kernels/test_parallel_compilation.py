@@ -17,8 +17,11 @@ import pytest
 import torch
 
 from mha2mla.kernels import parallel_compilation
+from mha2mla.kernels.gqa_decode import api as gqa_api
+from mha2mla.kernels.mla_decode import api as mla_api
 from mha2mla.kernels.mla_decode.selection import select_kernel
-from mha2mla.kernels.parallel_compilation import CompileJob, compile_job, compile_launches, run_in_workers
+from mha2mla.kernels.parallel_compilation import OPS, CompileJob, compile_job, compile_launches, run_in_workers
+from mha2mla.kernels.split_kv.op import PagedOp
 from mha2mla.testing.problems import Problem
 from tests.kernels.compile_gate import find_tool
 
@@ -56,6 +59,8 @@ NORMS = """
 import sys
 import torch
 from mha2mla.kernels import parallel_compilation
+from mha2mla.kernels.gqa_decode import api as gqa_api
+from mha2mla.kernels.mla_decode import api as mla_api
 from mha2mla.kernels.pointwise.kernel import launch_rms_norm
 
 def run():
@@ -101,6 +106,11 @@ def test_only_combine_kernels_that_are_launched_are_compiled(monkeypatch):
 
     assert merges((64, lambda resident: resident)) == {4}
     assert merges((64, lambda resident: resident), (1, lambda _: 1), (1, lambda resident: resident)) == {4, 64}
+
+
+def test_jobs_of_all_decode_ops_compile():
+    ops = [each for module in (mla_api, gqa_api) for each in vars(module).values() if isinstance(each, PagedOp)]
+    assert len(ops) > 6 and all(OPS[each.name] is each for each in ops)
 
 
 def test_everything_a_call_launches_is_compiled_beforehand(monkeypatch):
