@@ -144,7 +144,7 @@ def host(profile: bool = False, json: str | None = None, calls: int = 300) -> bo
         kernels = next(iter(launches.values()))
         row["kernels alone"] = host_us(partial(kernels, data, inputs["block_table"], out, None), calls)
         for like, launch in launches.items():
-            launches[like] = replace(launch, split=lambda *_: None, merge=lambda *_: None)
+            launches[like] = replace(launch, split=lambda *_: None, combine=lambda *_: None)
         row["without kernels"] = host_us(ways["plan and out"], calls)
         launches.update(dict.fromkeys(launches, kernels))
         table.add(row)
