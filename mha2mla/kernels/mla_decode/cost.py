@@ -77,7 +77,7 @@ def keeps_keys(layers: tuple[MLAGeometry, ...]) -> bool:
 
     Keys that take at most 13 % of the latents' bytes in 16 bits are kept where computing takes more than 1.03 times
     what keeping takes on an H200; others where it takes more than 1.08 times that and 2.2 times what bytes and products
-    need at least. Where no kernel computes keys, as for latents in codes, the bytes alone decide.
+    need at least. Where no kernel computes keys, and for codes, whose times are not modelled, the bytes alone decide.
     """
     keys = sum(2 * layer.qk_rope_head_dim for layer in layers)
     latents = sum(2 * layer.kv_lora_rank for layer in layers)
