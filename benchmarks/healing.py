@@ -18,6 +18,7 @@ made again. The file is written after every row, and ``work/curve.json`` has the
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 import traceback
@@ -93,6 +94,18 @@ class Arm:
         rate = found.rate if self.rate == "best" else self.rate
         name = self.name if (train, rate) == (self.train, self.rate) else f"{self.name} ({train} {rate})"
         return replace(self, name=name, train=train, rate=rate)
+
+
+class WrittenRows(logging.Handler):
+    """Seconds of each batch of rows that is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[dict[str, float]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.parts.append(dict(zip(("rows", "length", "seconds", "capture_s"), record.args, strict=True)))
+        print(record.getMessage(), flush=True)
 
 
 def perplexities_of_own_text(
@@ -173,13 +186,24 @@ def study(
         digests = {name: each.sha256 for part in opened.identity() for name, each in part.items()}
         how = Settings.of("standard", tokens=text_tokens, **settings)
         folder.mkdir(parents=True, exist_ok=True)
-        pieces = WorkFolder(folder / "pieces", {})
+        pieces, written = WorkFolder(folder / "pieces", {}), WrittenRows()
+        logger = logging.getLogger(generate_windows.__module__)
+        logger.setLevel(logging.INFO)
+        logger.addHandler(written)
         blocks = training_text(
             opened, DEFAULT_TEXT, how, text_tokens, place, digests=digests, work=pieces, progress=False
         )
         row = describe_text(blocks, opened.config.vocab_size)
         seconds = time.perf_counter() - started
-        table.add({"name": "text", "seconds": seconds, "tokens_per_second": row["unique_tokens"] / seconds, **row})
+        table.add(
+            {
+                "name": "text",
+                "seconds": seconds,
+                "tokens_per_second": row["unique_tokens"] / seconds,
+                "parts": written.parts,
+                **row,
+            }
+        )
 
     attempt("text", write_text)
     if text_only:

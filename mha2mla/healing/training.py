@@ -373,7 +373,9 @@ def train(
     arguments.eval_steps = arguments.save_steps = every
     arguments.logging_steps = max(1, steps // _LOGS)
     order = passes(blocks.lengths, per_pass, steps * step_tokens // blocks.size, settings.seed)
-    warm_up(distillation, blocks, per_pass)
+    done = 0 if going_on is None else int(going_on.name.partition("-")[2])
+    if done < steps:
+        warm_up(distillation, blocks, per_pass)
     clock, callbacks = _Clock(device), [] if log is None else [_Log(log, step_tokens)]
     trainer = _Trainer(
         settings,
@@ -385,7 +387,6 @@ def train(
     )
     trainer.remove_callback(PrinterCallback)
     initial = {name: tensor.clone().cpu() for name, tensor in distillation.state_dict().items()}
-    done = 0 if going_on is None else int(going_on.name.partition("-")[2])
     started = _now(device)
     with deterministic(warn_only=True):
         trainer.train(resume_from_checkpoint=None if going_on is None else str(going_on))

@@ -198,6 +198,21 @@ def test_a_killed_run_goes_on_to_the_bit(ends, passes, folders, tmp_path, monkey
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
 
 
+def test_a_killed_compiled_run_goes_on_to_the_bit(folders, tmp_path):
+    heal(folders, tmp_path / "whole", compile="always")
+
+    def killed():
+        with pytest.MonkeyPatch.context() as patch:
+            in_a_checkpoint(patch)
+            heal(folders, tmp_path / "out", compile="always")
+
+    assert in_a_process(killed) == signal.SIGKILL
+    torch.compiler.reset()  # as in a process that compiled nothing
+    heal(folders, tmp_path / "out", compile="always")
+    whole, out = tmp_path / "whole" / "model.safetensors", tmp_path / "out" / "model.safetensors"
+    assert whole.read_bytes() == out.read_bytes()
+
+
 def test_other_settings_do_not_go_on(folders, tmp_path, monkeypatch):
     def interrupt():
         raise KeyboardInterrupt

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import logging
 import random
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from mha2mla.conversion.resume import WorkFolder
 from mha2mla.environment import usual_dtype
 from mha2mla.terminal import Span, progress_bar, split
 
+_LOGGER = logging.getLogger(__name__)
 _BLANK_SHARE = 1 / 3  # share of documents that begin with any word
 _CUT_SHARE = 0.5  # share of windows that begin within a document
 _LONGEST_CUT = 64  # tokens
@@ -149,7 +152,9 @@ def _write(
     forced = [part.pop(0) for part in parts]  # tokens that each row must emit before it may choose
     current = torch.tensor([queue.pop(0) for queue in forced], device=model.device)
     written = [current]
+    started = time.perf_counter()
     logits_of = decoder(model, rows, length)
+    captured = time.perf_counter() - started
     is_end = torch.zeros(model.config.get_text_config(decoder=True).vocab_size, dtype=torch.bool)
     is_end[list(ends)] = True
     is_forced = torch.tensor(list(map(bool, forced)))
@@ -181,7 +186,10 @@ def _write(
         written.append(current)
     if is_nan.any():
         raise ValueError(f"the source's logits are NaN in {int(is_nan.sum())} of {rows} rows that it wrote")
-    return torch.stack(written, 1).cpu()
+    made = torch.stack(written, 1).cpu()
+    seconds = time.perf_counter() - started
+    _LOGGER.info("%d rows of %d tokens: %.1f s, %.1f s of it to compile and capture", rows, length, seconds, captured)
+    return made
 
 
 def sample(logits: torch.Tensor, generator: torch.Generator, noise: torch.Tensor) -> torch.return_types.max:
