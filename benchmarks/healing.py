@@ -125,6 +125,7 @@ def study(
     work: str = "healing",
     arms: list[str] | None = None,
     preset: str = "quick",
+    text: str = DEFAULT_TEXT,
     text_tokens: int = 2_000_000,
     batch_tokens: int = 1 << 16,
     tokens_at_once: int = 1 << 15,
@@ -148,7 +149,8 @@ def study(
         work: folder for conversions and healed models; conversions that lie there are not made again.
         arms: RATIO[xBITS]:TRAIN:RATE:TOKENS[:own][:full] each.
         preset: of the conversions.
-        text_tokens: different ones that the source writes.
+        text: to train on, as of ``mha2mla heal``.
+        text_tokens: different ones of it.
         batch_tokens: of a step. tokens_at_once: of a pass.
         length, long_length: tokens of training windows. long_share: share of tokens in long ones.
         evaluations: of held-out windows, in each arm.
@@ -169,7 +171,8 @@ def study(
         "text_tokens": text_tokens, "batch_tokens": batch_tokens, "tokens_at_once": tokens_at_once,
         "length": length, "long_length": long_length, "long_share": long_share, "evaluations": evaluations,
     }  # fmt: skip
-    table = Recording("healing-study", json, model=source.name, preset=preset, compared=compared, settings=settings)
+    described = {"model": source.name, "preset": preset, "text": text, "compared": compared, "settings": settings}
+    table = Recording("healing-study", json, **described)
     left_out: list[str] = []
 
     def attempt(name: str, make: Callable[[], None]) -> None:
@@ -190,9 +193,7 @@ def study(
         logger = logging.getLogger(generate_windows.__module__)
         logger.setLevel(logging.INFO)
         logger.addHandler(written)
-        blocks = training_text(
-            opened, DEFAULT_TEXT, how, text_tokens, place, digests=digests, work=pieces, progress=False
-        )
+        blocks = training_text(opened, text, how, text_tokens, place, digests=digests, work=pieces, progress=False)
         row = describe_text(blocks, opened.config.vocab_size)
         seconds = time.perf_counter() - started
         table.add(
@@ -266,7 +267,7 @@ def study(
         report = mha2mla.heal(
             source, conversion, folder / "healed", preset="standard", tokens=arm.tokens, rate=float(arm.rate),
             train=arm.train, keep="last", overwrite=True, resume="never", log=folder / "curve.json", device=place,
-            progress=False, own_share=OWN_SHARE if arm.own else 0.0, **settings,
+            text=text, progress=False, own_share=OWN_SHARE if arm.own else 0.0, **settings,
         )  # fmt: skip
         trained = report.trained
         losses[arm], speed = trained.held_out_last, trained.tokens_per_second

@@ -41,7 +41,7 @@ def cache(tmp_path, monkeypatch):
 
 def test_a_study_from_end_to_end(tiny_source, tmp_path, capsys):
     arms = ("0.5:attention:1e-4:512", "0.5:all:1e-4:512", "1.0:attention:1e-4:512", "0.25x4:best:best:1024:own:full")
-    rows = study(tiny_source, tmp_path, *arms)
+    rows = study(tiny_source, tmp_path, *arms, text="generated-diverse")
     source = [f"source, KV {bits} bits, keys by channel" for bits in (4, 3, 2)]
     assert list(rows)[:6] == ["text", "0.5 converted", *source, "0.5:attention:1e-4:512"]
     full, last = rows["1.0:attention:1e-4:512"], rows[list(rows)[-1]]
@@ -52,6 +52,7 @@ def test_a_study_from_end_to_end(tiny_source, tmp_path, capsys):
     assert last["name"].startswith("0.25x4:best:best:1024:own:full (a")
     assert len(list((tmp_path / "cache" / "texts").iterdir())) == 2, "one text for all arms, and a conversion's own"
     assert last["healing"]["settings"]["own_share"] == healing.OWN_SHARE
+    assert last["healing"]["text"]["name"] == "generated-diverse"
     for row in (last, rows["0.25x4 converted"]):
         assert row["perplexity_of_sources_text"] > 1 and row["perplexity_of_converteds_text"] > 1
         assert row["generation"][0]["num_prompts"] == 2 and row["probes"]
