@@ -194,6 +194,7 @@ def study(
         logger.setLevel(logging.INFO)
         logger.addHandler(written)
         blocks = training_text(opened, text, how, text_tokens, place, digests=digests, work=pieces, progress=False)
+        logger.removeHandler(written)
         row = describe_text(blocks, opened.config.vocab_size)
         seconds = time.perf_counter() - started
         table.add(

@@ -45,6 +45,7 @@ def test_a_study_from_end_to_end(tiny_source, tmp_path, capsys):
     source = [f"source, KV {bits} bits, keys by channel" for bits in (4, 3, 2)]
     assert list(rows)[:6] == ["text", "0.5 converted", *source, "0.5:attention:1e-4:512"]
     full, last = rows["1.0:attention:1e-4:512"], rows[list(rows)[-1]]
+    assert 0 < sum(part["seconds"] for part in rows["text"]["parts"]) <= rows["text"]["seconds"]
     assert full["KL 96"] < 0.1 * rows["0.5 converted"]["KL 96"]
     assert full["healing"]["trained"]["kept_step"] == 2
     assert rows["0.5:all:1e-4:512"]["tokens"] == 512 and rows["0.5 converted"]["bytes"] == 0.5
