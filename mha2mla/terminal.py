@@ -15,8 +15,8 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 LINE_INTERVAL = 30.0  # seconds between the lines of a log; what ends sooner leaves none
-_WHOLE = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left{postfix}"
-_WHOLE_LINE = "{desc}: {percentage:.0f} %, {elapsed}, {remaining} left{postfix}"
+_WHOLE = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {left} left{postfix}"
+_WHOLE_LINE = "{desc}: {percentage:.0f} %, {elapsed}, {left} left{postfix}"
 _LINE = "{desc}: {n_fmt} of {total_fmt} {unit}s, {elapsed}, {remaining} left, {rate_fmt}{postfix}"
 
 
@@ -51,19 +51,45 @@ def _on_terminal() -> bool:
     return sys.stderr is not None and sys.stderr.isatty()
 
 
+class StagedBar(tqdm):
+    """Bar over the stages of a job; the rest of the running stage is estimated from that stage's own speed."""
+
+    def begin(self, place: float, stop: float) -> None:
+        """Begins a stage at ``place``, which ends at ``stop``, without counting the way there as speed."""
+        found = max(0.0, place - self.n)
+        self.initial += found
+        self.n += found
+        self._moved = self._time()
+        self._stage = self.n, self._moved, stop
+
+    def update(self, n: float | None = 1) -> bool | None:
+        self._moved = self._time()
+        return super().update(n)
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        """Values of ``bar_format``; ``left`` is the time left, "?" before anything was done."""
+        return {**super().format_dict, "left": self._left() if self.n > self.initial else "?"}
+
+    def _left(self) -> str:
+        start, started, stop = self._stage
+        pace = (self._moved - self.start_t) / (self.n - self.initial)  # seconds per unit, of all stages so far
+        own = (self._moved - started) / (self.n - start) if self.n > start else pace
+        left = own * (stop - self.n) + pace * (self.total - stop)
+        return self.format_interval(max(0.0, left - (self._time() - self._moved)))
+
+
 @dataclass(frozen=True)
 class Span:
     """A part of one bar over a whole job, from ``start`` to ``stop`` percent."""
 
-    bar: tqdm
+    bar: StagedBar
     start: float = 0.0
     stop: float = 100.0
 
     def skip(self, share: float = 1.0) -> None:
-        """Puts the bar there without counting that as speed: what an earlier run had done."""
-        found = max(0.0, self.start + (self.stop - self.start) * share - self.bar.n)
-        self.bar.initial += found
-        self.bar.n += found
+        """Begins this stage at ``share`` of it, without counting that as speed: what an earlier run had done."""
+        self.bar.begin(self.start + (self.stop - self.start) * share, self.stop)
 
     def move(self, share: float, what: str) -> None:
         """Puts the bar where ``share`` of this span is done."""
@@ -123,7 +149,8 @@ def whole_bar(desc: str, *, show: bool) -> Iterator[Span | bool]:
     log = {} if _on_terminal() else {"mininterval": LINE_INTERVAL, "delay": LINE_INTERVAL, "file": _Lines()}
     shape = _WHOLE if _on_terminal() else _WHOLE_LINE
     ended = threading.Event()
-    with tqdm(total=100, desc=desc, bar_format=shape, smoothing=0, miniters=0, **log) as bar:
+    with StagedBar(total=100, desc=desc, bar_format=shape, miniters=0, **log) as bar:
+        bar.begin(0.0, 100.0)
 
         def beat() -> None:
             while not ended.wait(1.0 if _on_terminal() else LINE_INTERVAL):

@@ -50,7 +50,7 @@ def verify(
     if different := sorted(reader.names() ^ converted.expected_names()):
         raise CheckpointError(f"written tensors are not the model's: {', '.join(different[:5])}")
     compared = partial(compare, model, converted, folder=folder, spill_bytes=arguments.spill_bytes)
-    spans = split(arguments.progress, *(each.tokens.numel() for each in held_out))
+    spans = split(arguments.progress, *(each.work for each in held_out))
     parities = [
         compared(each.tokens, by_layer=each is held_out[0], progress=span)
         for each, span in zip(held_out, spans, strict=True)

@@ -7,11 +7,10 @@ import math
 
 import pytest
 import torch
-from tqdm import tqdm
 
 from mha2mla.conversion.latent.basis import BasisRule, Importance, LatentStatistics, LatentTap, latent_statistics
 from mha2mla.kernels import GroupQuantizer
-from mha2mla.terminal import Span
+from mha2mla.terminal import Span, StagedBar
 from tests.conversion.calls import Calls
 from tests.modeling import models
 
@@ -74,7 +73,7 @@ def test_rounding_loses_what_the_basis_predicts():
 
 
 def test_statistics_move_their_part_of_a_bar():
-    with tqdm(total=100, file=io.StringIO()) as bar:
+    with StagedBar(total=100, file=io.StringIO()) as bar:
         latent_statistics(models.mla_model("latent"), models.tokens(2, 6), progress=Span(bar, 10, 60))
         assert bar.n == 60 and "basis of the codes, window 2 of 2" in str(bar)
 
