@@ -150,6 +150,9 @@ def whole_bar(desc: str, *, show: bool) -> Iterator[Span | bool]:
     shape = _WHOLE if _on_terminal() else _WHOLE_LINE
     ended = threading.Event()
     with StagedBar(total=100, desc=desc, bar_format=shape, miniters=0, **log) as bar:
+        if bar.disable:  # by the environment's TQDM_DISABLE
+            yield False
+            return
         bar.begin(0.0, 100.0)
 
         def beat() -> None:

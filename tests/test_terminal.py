@@ -143,6 +143,18 @@ def test_one_bar_spans_the_stages_of_a_job(monkeypatch):
     assert terminal.split(True, 1, 1) == [True, True]
 
 
+def test_environment_disables_the_bar_of_a_job():
+    """tqdm reads TQDM_DISABLE when it is imported."""
+    script = """
+import terminal
+with terminal.whole_bar("converting", show=True) as bar:
+    print(sum(terminal.progress_bar([1, 2], show=bar, desc="check", unit="tensor")))
+"""
+    environment = {**os.environ, "PYTHONPATH": PLACE, "TQDM_DISABLE": "1"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("3\n", "")
+
+
 def test_a_bar_beats_where_a_stage_is_silent(monkeypatch):
     """A layer may take minutes; a log gets a line all the same."""
     log = io.StringIO()
