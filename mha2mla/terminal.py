@@ -68,15 +68,15 @@ class StagedBar(tqdm):
 
     @property
     def format_dict(self) -> dict[str, Any]:
-        """Values of ``bar_format``; ``left`` is the time left, "?" before anything was done."""
+        """Values of ``bar_format``; ``left`` is the time left, "?" before anything was done and beyond the estimate."""
         return {**super().format_dict, "left": self._left() if self.n > self.initial else "?"}
 
     def _left(self) -> str:
         start, started, stop = self._stage
         pace = (self._moved - self.start_t) / (self.n - self.initial)  # seconds per unit, of all stages so far
         own = (self._moved - started) / (self.n - start) if self.n > start else pace
-        left = own * (stop - self.n) + pace * (self.total - stop)
-        return self.format_interval(max(0.0, left - (self._time() - self._moved)))
+        left = own * (stop - self.n) + pace * (self.total - stop) - (self._time() - self._moved)
+        return "?" if left < 0 and round(self.n) < self.total else self.format_interval(max(0.0, left))
 
 
 @dataclass(frozen=True)

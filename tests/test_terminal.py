@@ -143,6 +143,20 @@ def test_one_bar_spans_the_stages_of_a_job(monkeypatch):
     assert terminal.split(True, 1, 1) == [True, True]
 
 
+def test_time_left_counts_down_until_it_is_unknown(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("tqdm.std.time", lambda: now)
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    with terminal.whole_bar("converting", show=True) as bar:
+        first, _ = terminal.split(bar, 1, 3)
+        for _ in terminal.progress_bar([1, 2], show=first, desc="check", unit="tensor"):
+            now += 5.0
+        for silence, left in (0.0, "00:30"), (29.0, "00:01"), (2.0, "?"):
+            now += silence
+            assert f", {left} left" in str(bar.bar)
+    assert "00:00 left" in str(bar.bar)
+
+
 def test_environment_disables_the_bar_of_a_job():
     """tqdm reads TQDM_DISABLE when it is imported."""
     script = """
