@@ -110,9 +110,12 @@ class MLAAttention(modeling_mha2mla.MLAAttention):
 
     def _read_latent(self, latent: Tensor, cache: Cache | None) -> Tensor:
         """Latents as codes of ``config.latent_bits`` give them back; a LatentCache quantises by itself."""
-        if isinstance(cache, LatentCache) or self.config.latent_bits == 16:
+        if isinstance(cache, LatentCache):
             return latent
-        return self._rounded(latent, self.geometry)
+        bits, geometry = self.config.latent_bits, self.geometry
+        if (bits[self.layer_idx] if isinstance(bits, list) else bits) != geometry.latent_bits:
+            geometry = self.config.layer_geometry(self.layer_idx)  # the config was changed behind this module
+        return self._rounded(latent, geometry)
 
     def _rounded(self, latent: Tensor, geometry: MLAGeometry) -> Tensor:
         """``latent`` [..., d_c] as its codes give it back, its gradient unchanged (straight-through); itself where
