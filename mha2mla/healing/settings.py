@@ -55,7 +55,7 @@ class Settings:
         tokens_at_once: of a forward and backward pass, in whole long windows.
         checkpointing: whether the backward pass recomputes activations; "auto" where hidden states have 2048 elements
             or more.
-        compile: whether torch.compile makes the decoder layers and the loss; "auto" on CUDA where the backward pass
+        compile: torch.compile makes the decoder layers and the loss; "auto" on CUDA where the backward pass
             recomputes nothing.
         evaluations: of the held-out windows while it trains, and as many checkpoints.
         keep: the weights with the smallest loss on held-out windows, or the last ones.

@@ -291,7 +291,7 @@ def warm_up(distillation: Distillation, blocks: TokenBlocks, per_pass: int) -> N
     """Compiles what is compiled, by a pass of each length. Where that fails, training runs as without it.
 
     Warns:
-        UserWarning: what failed.
+        UserWarning: a layer does not compile, and why.
     """
     device = distillation.student.device
     try:

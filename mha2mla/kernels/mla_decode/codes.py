@@ -253,7 +253,7 @@ def make_codes_ws(shape: CodedShape, choice: KernelChoice):
 
 
 def make_codes_latent_ws(shape: CodedShape, choice: KernelChoice):
-    """As :func:`make_codes_ws`, without a rope_cache: warpgroups make keys of the dequantised tiles."""
+    """:func:`make_codes_ws` without a rope_cache: warpgroups make keys of the dequantised tiles."""
     return _make(LatentStatic(shape, choice), CodedTypes(shape, has_rope_cache=False))
 
 
@@ -302,7 +302,7 @@ def make_codes_cluster(shape: CodedShape, choice: KernelChoice):
 
 
 def make_codes_latent_cluster(shape: CodedShape, choice: KernelChoice):
-    """As :func:`make_codes_cluster`, without a rope_cache."""
+    """:func:`make_codes_cluster` without a rope_cache."""
     return _make_cluster(LatentClusterStatic(shape, choice), CodedTypes(shape, has_rope_cache=False))
 
 

@@ -159,7 +159,7 @@ def cluster_choices(shape: CodedShape, tiling: RowTiling, limit: int) -> selecti
 
 
 def latent_ws_choices(shape: CodedShape, tiling: RowTiling, limit: int) -> selection.Candidates:
-    """As :func:`ws_choices`, with warpgroups that make keys, which leave fewer registers: few tiles first, then tiles
+    """:func:`ws_choices` with warpgroups that make keys, which leave fewer registers: few tiles first, then tiles
     in flight, then two CTAs or two warpgroups that dequantise."""
     latent, blocks = padded_latent_columns(shape.kv_lora_rank, 128), key_blocks(tiling, shape.qk_rope_head_dim)
     makers = blocks.chunks_per_block
