@@ -276,10 +276,9 @@ def tokens_in(minutes: float, distillation: Distillation, settings: Settings, vo
     if settings.length < settings.long_length:
         shares = {settings.length: 1 - settings.long_share, settings.long_length: settings.long_share}
     for length, share in shares.items():
-        lengths, started = torch.full((len(ids),), length), 0.0
-        for index in range(_TIMED + 1):  # the first warms up
-            if index == 1:
-                started = _now(device)
+        _first_pass(distillation, ids, length)
+        lengths, started = torch.full((len(ids),), length), _now(device)
+        for _ in range(_TIMED):
             distillation.train()(ids, lengths)["loss"].backward()
             distillation.zero_grad()
         seconds += share * (_now(device) - started) / _TIMED
@@ -288,20 +287,29 @@ def tokens_in(minutes: float, distillation: Distillation, settings: Settings, vo
 
 @deterministic(warn_only=True)  # as train runs: layers are compiled again in another mode
 def warm_up(distillation: Distillation, blocks: TokenBlocks, per_pass: int) -> None:
-    """Compiles what is compiled, by a pass of each length. Where that fails, training runs as without it.
+    """Compiles what is compiled, by a pass of each length; warns as :func:`_first_pass`."""
+    ids = blocks.tokens[:1].expand(per_pass, -1).to(distillation.student.device)
+    for length in blocks.window_lengths if distillation.compiled else ():
+        _first_pass(distillation, ids, length)
+
+
+def _first_pass(distillation: Distillation, ids: Tensor, length: int) -> None:
+    """A pass without a step over ``ids`` in windows of ``length``. Where layers do not compile, it and all that follow
+    run as without compilation.
 
     Warns:
         UserWarning: a layer does not compile, and why.
     """
-    device = distillation.student.device
+    lengths = torch.full((len(ids),), length)
     try:
-        for length in blocks.window_lengths if distillation.compiled else ():
-            ids = blocks.tokens[:1].expand(per_pass, -1).to(device)
-            distillation.train()(ids, torch.full((per_pass,), length))["loss"].backward()
+        distillation.train()(ids, lengths)["loss"].backward()
     except (RuntimeError, OSError) as error:
+        if not distillation.compiled:
+            raise
         distillation.compiled = False
         why = str(error).strip().partition("\n")[0]
-        warnings.warn(f"decoder layers were not compiled, and training is slower: {why:.300}", stacklevel=2)
+        warnings.warn(f"decoder layers were not compiled, and training is slower: {why:.300}", stacklevel=3)
+        distillation(ids, lengths)["loss"].backward()
     distillation.zero_grad()
 
 

@@ -142,7 +142,8 @@ def test_a_step_runs_few_ops_and_fills_no_memory(folders, tmp_path):  # noqa: F8
     assert counts["aten::fill_"] < 60 < counts["aten::empty"]
 
 
-def test_layers_that_do_not_compile_train_plainly(folders, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize("from_minutes", [False, True])
+def test_layers_that_do_not_compile_train_plainly(from_minutes, folders, monkeypatch):  # noqa: F811
     settings = Settings.of("quick", tokens=64, length=32, long_length=32)
     distillation = Distillation(load_models(*folders, torch.device("cpu"), settings), None, True)
     forward = Distillation._forward
@@ -153,8 +154,11 @@ def test_layers_that_do_not_compile_train_plainly(folders, monkeypatch):  # noqa
         return forward(self, *inputs)
 
     monkeypatch.setattr(Distillation, "_forward", broken)
-    with pytest.warns(UserWarning, match="not compiled.*no compiler"):
+    with pytest.warns(UserWarning, match="not compiled.*no compiler") as told:
+        if from_minutes:
+            assert tokens_in(2.0, distillation, settings, 258) > 0
         training.warm_up(distillation, TokenBlocks.of(tiny.some_tokens(2, 32)), 2)
+    assert len(told) == 1
     assert distillation(tiny.some_tokens(2, 32), torch.tensor([32, 32]))["loss"].isfinite()
 
 
