@@ -14,8 +14,7 @@ from mha2mla.conversion.calibration.texts import GENERATED
 PresetName = Literal["quick", "standard", "long"]
 Trained = Literal["attention", "lora", "all"]
 Keep = Literal["best", "last"]
-Checkpointing = Literal["auto", "always", "never"]
-Compile = Literal["auto", "always", "never"]
+When = Literal["auto", "always", "never"]
 # By time: a laptop's GPU, one H200, a night. tokens_at_once is what a pass holds in memory.
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -79,14 +78,14 @@ class Settings:
     lora_rank: int = 16
     long_share: float = 0.2
     own_share: float = 0.0
-    checkpointing: Checkpointing = "auto"
-    compile: Compile = "auto"
+    checkpointing: When = "auto"
+    compile: When = "auto"
     evaluations: int = 10
     keep: Keep = "best"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, kind in (("train", Trained), ("keep", Keep), ("checkpointing", Checkpointing), ("compile", Compile)):
+        for name, kind in (("train", Trained), ("keep", Keep), ("checkpointing", When), ("compile", When)):
             value, words = getattr(self, name), get_args(kind)
             if value not in words:
                 close = did_you_mean(value, words)

@@ -248,10 +248,12 @@ class MHA2MLAConfig(PreTrainedConfig):
 
     def layer_sliding_window(self, layer_idx: int) -> int | None:
         """The source's window of layer ``layer_idx``: tokens that a query sees, itself included; None for all."""
-        # Families without layer_types (Mistral) apply their window to every layer. Without a window the index is not
-        # looked at, so that torch.compile has one graph for all layers.
-        window, types = self.sliding_window, self.layer_types
-        return None if window is not None and types is not None and types[layer_idx] != "sliding_attention" else window
+        if self.sliding_window is None:
+            return None  # before the index is looked at, so that torch.compile has one graph for all layers
+        # Families without layer_types (Mistral) apply their window to every layer.
+        if self.layer_types is not None and self.layer_types[layer_idx] != "sliding_attention":
+            return None
+        return self.sliding_window
 
 
 def _repeated_fields() -> tuple[str, ...]:

@@ -193,11 +193,11 @@ def stage_shares(recipe: Recipe, held_out: Sequence[HeldOut]) -> tuple[float, ..
     As measured on SmolLM2-135M: without gradient steps on two cores, with them on an H200.
     """
     search = 20.0 if recipe.searches_layer_ranks else 0.0
-    basis = 0.0 if recipe.latent.bits == 16 else 2.0 if recipe.fit.steps else 8.0
+    has_basis = recipe.latent.bits != 16
     if recipe.fit.steps:
-        return 1, 3, search, 75, basis, 1, 2
+        return 1, 3, search, 75, 2 * has_basis, 1, 2
     verifying = 29 * sum(each.work for each in held_out) / 110e6  # 2,048 tokens in windows of 512, and one of 8,192
-    return 0.2, 20, search, 44, basis, 0.8, verifying
+    return 0.2, 20, search, 44, 8 * has_basis, 0.8, verifying
 
 
 @contextmanager

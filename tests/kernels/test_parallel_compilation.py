@@ -59,8 +59,6 @@ NORMS = """
 import sys
 import torch
 from mha2mla.kernels import parallel_compilation
-from mha2mla.kernels.gqa_decode import api as gqa_api
-from mha2mla.kernels.mla_decode import api as mla_api
 from mha2mla.kernels.pointwise.kernel import launch_rms_norm
 
 def run():

@@ -183,17 +183,15 @@ def _chosen(
     """The op that serves arguments of :func:`mla_decode`, its tensors and its numbers."""
     second = latent_scale if centers is None else centers
     latent = (latent_cache,) if second is None else (latent_cache, second)
-    kept, alone = (
-        (MLA, LATENT) if second is None else (FP8, LATENT_FP8) if centers is None else (GROUP_CODES, LATENT_CODES)
-    )
+    op = _op(torch.uint8 if centers is not None else None if second is None else CODES, rope is None)
     if rope is None:
         if rope_cache is None:
             raise argument_error("rope_cache", None, "a tensor, or rope in its place")
-        return kept, (q_latent, q_pe, *latent, rope_cache), ()
+        return op, (q_latent, q_pe, *latent, rope_cache), ()
     if rope_cache is not None:
         raise argument_error("rope_cache", tuple(rope_cache.shape), "None beside rope")
     keys = (rope.weight, rope.bias, rope.inv_freq, rope.page_offsets)
-    return alone, (q_latent, q_pe, *latent, *keys), (rope.scaling,)
+    return op, (q_latent, q_pe, *latent, *keys), (rope.scaling,)
 
 
 def mla_decode_w_uv(

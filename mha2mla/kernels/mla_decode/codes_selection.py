@@ -25,12 +25,8 @@ BITS = (3, 4, 8)
 PIECE = 16  # coded rows that one bulk copy brings
 LOADING_REGISTERS = {1: 56, 2: 48}  # by CTAs a multiprocessor
 LEAST_WIDENING = 72  # registers of a thread that dequantises a unit of 16 elements
-LEAN = (
-    (0, 56),
-    (0, 40),
-    (selection.LEAN, 40),
-    (20, 40),
-)  # fewer of a thread that computes, and those of one that loads
+# Registers that a thread that computes does without, and those of one that loads, in the order tried.
+LEAN = ((0, 56), (0, 40), (selection.LEAN, 40), (20, 40))
 LEAST_WIDENING_KEYS = 56  # as LEAST_WIDENING, one unit at a time
 
 
