@@ -97,18 +97,18 @@ class _PagedDecoder:
                 raise ValueError(why)
             owned = [range(row * pages, (row + 1) * pages) for row in range(rows)]
             batch = SequenceBatch.build([1] * rows, [0] * rows, owned, PAGE_SIZE, device=model.device)
-            self.counts = (batch.positions, batch.slots, batch.cache_seqlens)
-            first, step = [each.clone() for each in self.counts], cache.step(batch)
+            self.counts = counts = (batch.positions, batch.slots, batch.cache_seqlens)
+            first, step, tokens = [each.clone() for each in counts], cache.step(batch), self.tokens
 
-            def run() -> torch.Tensor:
+            def run() -> torch.Tensor:  # knows nothing of self: pages in a cycle outlive the next decoder's allocation
                 step.refresh()
-                logits = paged.forward_batch(self.tokens, step)
-                for each in self.counts:  # a row's pages lie side by side, and so do its slots
+                logits = paged.forward_batch(tokens, step)
+                for each in counts:  # a row's pages lie side by side, and so do its slots
                     each += 1
                 return logits
 
             def reset() -> None:
-                for each, value in zip(self.counts, first, strict=True):
+                for each, value in zip(counts, first, strict=True):
                     each.copy_(value)
 
             self.run = run  # holds what a replay reads: a graph does not
