@@ -139,35 +139,53 @@ class _Part:
 
 @contextmanager
 def whole_bar(desc: str, *, show: bool) -> Iterator[Span | bool]:
-    """One bar over a whole job, with the time left; False where nothing is shown.
-
-    A thread refreshes it where a single layer takes minutes.
-    """
+    """One bar over a whole job, with the time left; False where nothing is shown."""
     if not show or sys.stderr is None:
         yield False
         return
-    log = {} if _on_terminal() else {"mininterval": LINE_INTERVAL, "delay": LINE_INTERVAL, "file": _Lines()}
     shape = _WHOLE if _on_terminal() else _WHOLE_LINE
-    ended = threading.Event()
-    with StagedBar(total=100, desc=desc, bar_format=shape, miniters=0, **log) as bar:
+    with StagedBar(total=100, desc=desc, bar_format=shape, miniters=0, **_log_options()) as bar:
         if bar.disable:  # by the environment's TQDM_DISABLE
             yield False
             return
         bar.begin(0.0, 100.0)
-
-        def beat() -> None:
-            while not ended.wait(1.0 if _on_terminal() else LINE_INTERVAL):
-                if time.time() - bar.last_print_t >= bar.mininterval:
-                    bar.last_print_t = time.time()
-                    bar.refresh()
-
-        beating = threading.Thread(target=beat, daemon=True)
-        beating.start()
-        try:
+        with _refreshed(bar):
             yield Span(bar)
             bar.update(100 - bar.n)
-        finally:
-            ended.set()
+
+
+@contextmanager
+def waiting(desc: str, *, show: bool) -> Iterator[None]:
+    """Says what goes on and for how long, where no share of it is known."""
+    show = show and sys.stderr is not None
+    with tqdm(desc=desc, bar_format="{desc}: {elapsed}", disable=not show, **_log_options()) as bar, _refreshed(bar):
+        yield
+
+
+def _log_options() -> dict[str, Any]:
+    """Options of a bar that is no terminal's."""
+    return {} if _on_terminal() else {"mininterval": LINE_INTERVAL, "delay": LINE_INTERVAL, "file": _Lines()}
+
+
+@contextmanager
+def _refreshed(bar: tqdm) -> Iterator[None]:
+    """Refreshes a bar by a thread: a single step may take minutes."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(1.0 if _on_terminal() else LINE_INTERVAL):
+            if time.time() - bar.last_print_t >= bar.mininterval:
+                bar.last_print_t = time.time()
+                bar.refresh()
+
+    beating = threading.Thread(target=beat, daemon=True)
+    if not bar.disable:
+        beating.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if not bar.disable:
             beating.join()
 
 

@@ -177,5 +177,8 @@ def test_a_bar_beats_where_a_stage_is_silent(monkeypatch):
     with terminal.whole_bar("converting", show=True):
         while "converting: 0 %" not in log.getvalue():
             pass
-    with terminal.whole_bar("converting", show=False) as bar:
+    with terminal.waiting("compiling", show=True):
+        while "compiling: 00:00" not in log.getvalue():
+            pass
+    with terminal.whole_bar("converting", show=False) as bar, terminal.waiting("compiling", show=False):
         assert bar is False

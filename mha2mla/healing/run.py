@@ -43,6 +43,7 @@ from mha2mla.healing.training import Distillation, last_checkpoint, tokens_in, t
 from mha2mla.modeling.families import FAMILIES
 from mha2mla.pipeline.check import EVALUATION_TEXT, EVALUATION_TOKENS, HeldOut, source_folder
 from mha2mla.pipeline.sizing import recognize_gpu
+from mha2mla.terminal import waiting
 
 T = TypeVar("T")
 
@@ -174,7 +175,7 @@ def heal(
                 chosen.compile == "auto" and place.type == "cuda" and not models.student.is_gradient_checkpointing
             )
             distillation = Distillation(models, torch.bfloat16 if place.type == "cuda" else None, is_compiled)
-            tokens = processes.share(lambda: _budget(chosen, distillation, opened_source, pieces))
+            tokens = processes.share(lambda: _budget(chosen, distillation, opened_source, pieces, progress))
             text_started = time.perf_counter()
             blocks = processes.share(
                 lambda: training_text(
@@ -302,13 +303,14 @@ def _open_work(work: Path, request: dict[str, Any], resume: str) -> WorkFolder:
     return WorkFolder(work / _PIECES, request)
 
 
-def _budget(settings: Settings, distillation: Distillation, source: Source, pieces: WorkFolder) -> int:
+def _budget(settings: Settings, distillation: Distillation, source: Source, pieces: WorkFolder, progress: bool) -> int:
     """Tokens to train on; what minutes come to is measured once, and found by a run that goes on."""
     if settings.minutes is None:
         return settings.tokens
     if (saved := pieces.get(_PLAN)) is not None:
         return saved[1]
-    tokens = tokens_in(settings.minutes, distillation, settings, source.config.vocab_size)
+    with waiting("measuring tokens per second", show=progress):
+        tokens = tokens_in(settings.minutes, distillation, settings, source.config.vocab_size)
     tokens = tokens if settings.tokens is None else min(tokens, settings.tokens)
     pieces.put(_PLAN, {}, tokens)
     return tokens

@@ -24,7 +24,7 @@ from mha2mla.files import atomic_write
 from mha2mla.healing.loss import distillation_loss, divergence
 from mha2mla.healing.settings import Settings
 from mha2mla.healing.student import Models, parameter_groups
-from mha2mla.terminal import progress_bar
+from mha2mla.terminal import progress_bar, waiting
 
 WARM_UP, DECAY = 0.03, 0.2  # shares of the steps
 _LOGS = 200
@@ -289,7 +289,7 @@ def tokens_in(minutes: float, distillation: Distillation, settings: Settings, vo
 def warm_up(distillation: Distillation, blocks: TokenBlocks, per_pass: int) -> None:
     """Compiles what is compiled, by a pass of each length; warns as :func:`_first_pass`."""
     ids = blocks.tokens[:1].expand(per_pass, -1).to(distillation.student.device)
-    for length in blocks.window_lengths if distillation.compiled else ():
+    for length in blocks.window_lengths:
         _first_pass(distillation, ids, length)
 
 
@@ -382,8 +382,9 @@ def train(
     arguments.logging_steps = max(1, steps // _LOGS)
     order = passes(blocks.lengths, per_pass, steps * step_tokens // blocks.size, settings.seed)
     done = 0 if going_on is None else int(going_on.name.partition("-")[2])
-    if done < steps:
-        warm_up(distillation, blocks, per_pass)
+    if done < steps and distillation.compiled:
+        with waiting("compiling layers and loss", show=progress and arguments.process_index == 0):
+            warm_up(distillation, blocks, per_pass)
     clock, callbacks = _Clock(device), [] if log is None else [_Log(log, step_tokens)]
     trainer = _Trainer(
         settings,
