@@ -2,6 +2,7 @@
 
     python benchmarks/house.py                    # the working directory
     python benchmarks/house.py ../before ../after # several, side by side
+    python benchmarks/house.py --draw house.png   # its rooms and what imports what; circles in red
 
 Consecutive comment lines are one text.
 """
@@ -77,6 +78,48 @@ def import_graph(trees: dict[Path, ast.Module], checkout: Path, *, lazy: bool) -
     return graph
 
 
+def rooms_of(graph: networkx.DiGraph) -> networkx.DiGraph:
+    """Files and folders of the package, and what imports what, of its modules' graph."""
+    arrows = {tuple(end.split(".")[1] for end in edge) for edge in graph.edges if PACKAGE not in edge}
+    return networkx.DiGraph([(one, other) for one, other in arrows if one != other])
+
+
+def draw(checkout: Path, picture: Path) -> None:
+    """Writes a PNG of the rooms: who imports stands above, areas are lines of code, circles are red."""
+    import matplotlib.pyplot as plt
+
+    trees = {path: ast.parse(path.read_text()) for path in sorted((checkout / PACKAGE).rglob("*.py"))}
+    rooms = rooms_of(import_graph(trees, checkout, lazy=True))
+    lines: Counter[str] = Counter()
+    for path in trees:
+        lines[path.relative_to(checkout / PACKAGE).parts[0].removesuffix(".py")] += path.read_text().count("\n")
+    whole = networkx.condensation(rooms)  # a circle stands on one floor
+    places, around = {}, {}
+    for height, floor in enumerate(networkx.topological_generations(whole)):
+        members = sorted(room for group in floor for room in whole.nodes[group]["members"])
+        for index, room in enumerate(members):
+            places[room] = ((index + 0.5) / len(members) + 0.02 * (height % 2), -height)
+    for group, members in whole.nodes(data="members"):
+        around |= dict.fromkeys(members, group)
+    figure, axes = plt.subplots(figsize=(10, 1 + 0.75 * (1 - min(y for _, y in places.values()))), dpi=80)
+    in_circle = [around[one] == around[other] for one, other in rooms.edges]
+    networkx.draw_networkx_edges(
+        rooms, places, ax=axes, edge_color=["crimson" if each else "0.75" for each in in_circle], arrowsize=7, width=0.7
+    )
+    networkx.draw_networkx_nodes(
+        rooms, places, ax=axes, node_color="#cfe3f5", node_size=[60 + lines[room] / 4 for room in rooms]
+    )
+    networkx.draw_networkx_labels(
+        rooms, places, {room: f"{room}\n{lines[room]:,}" for room in rooms}, font_size=7, ax=axes
+    )
+    circles = sum(len(members) > 1 for _, members in whole.nodes(data="members"))
+    axes.set_title(
+        f"{len(rooms)} rooms, {len(rooms.edges)} arrows, {circles} circles, {sum(lines.values()):,} lines", fontsize=9
+    )
+    axes.axis("off")
+    figure.savefig(picture, bbox_inches="tight")
+
+
 def measures(checkout: Path) -> dict[str, str]:
     """Name → figure."""
     files = {path: path.read_text() for path in sorted((checkout / PACKAGE).rglob("*.py"))}
@@ -102,13 +145,14 @@ def measures(checkout: Path) -> dict[str, str]:
         graph = import_graph(trees, checkout, lazy=lazy)
         groups = [group for group in networkx.strongly_connected_components(graph) if len(group) > 1]
         found[f"modules in import circles, {name}"] = f"{sum(map(len, groups))} in {len(groups)}"
-    arrows = {tuple(end.split(".")[1] for end in edge) for edge in graph.edges if PACKAGE not in edge}
-    arrows = {(one, other) for one, other in arrows if one != other}
-    found["rooms (files and folders of the package) · arrows"] = f"{len(set().union(*arrows))} · {len(arrows)}"
+    rooms = rooms_of(graph)
+    found["rooms (files and folders of the package) · arrows"] = f"{len(rooms)} · {len(rooms.edges)}"
     return found | {f"  {folder}": f"{count:,}" for folder, count in sorted(by_folder.items())}
 
 
 def main(checkouts: list[str]) -> None:
+    if checkouts[:1] == ["--draw"]:
+        return draw(Path(*checkouts[2:]).resolve(), Path(checkouts[1]))
     found = {name: measures(Path(name).resolve()) for name in checkouts or ["."]}
     table = Table("measure", *found)
     for key in dict.fromkeys(key for each in found.values() for key in each):
