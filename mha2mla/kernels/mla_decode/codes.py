@@ -8,15 +8,13 @@ the ring of ``swap_ab_ws``, whose other parts are unchanged. ``codes_cluster`` d
 from dataclasses import dataclass
 
 import tilelang.language as T
-from tilelang.layout import make_full_bank_swizzled_layout
 
 from mha2mla.kernels.group_codes.kernel import RUN, CodedRow, Unit, dequantise, find_center
-from mha2mla.kernels.machine import GPU, WARPGROUP, Buffers, Machine
+from mha2mla.kernels.machine import GPU, WARPGROUP, Machine
 from mha2mla.kernels.mla_decode import latent_ws, swap_ab, swap_ab_cluster, swap_ab_ws
 from mha2mla.kernels.mla_decode.codes_selection import PIECE, CodedShape
-from mha2mla.kernels.mla_decode.selection import CLUSTER
 from mha2mla.kernels.mla_decode.static import MLATypes
-from mha2mla.kernels.mla_decode.swap_ab_ws import BLOCK, allocate_barriers, allocate_tiles, consume
+from mha2mla.kernels.mla_decode.swap_ab_ws import BLOCK, consume, make_streaming
 from mha2mla.kernels.split_kv import device
 from mha2mla.kernels.split_kv.choice import KernelChoice
 
@@ -112,6 +110,9 @@ class Codes:
     wideners = property(lambda k: k.choice.threads - k.latent_readers - WARPGROUP)  # threads that dequantise
     latent_writers = property(lambda k: k.wideners)
     registers = property(lambda k: k.choice.registers[0])
+    streaming_registers = property(lambda k: k.choice.registers[2])
+    source = property(lambda k: super().source + INLINE)
+    swizzled = property(lambda k: ("c_ring", "k_ring") if k.makes_keys else ("c_ring",))
     half = property(lambda k: "true" if k.dtype == "float16" else "false")
     pieces = property(lambda k: list(range(BLOCK // PIECE)))  # of a tile
     parts = property(lambda k: k.latent_cols // k.slot_cols)  # slots of the ring that a tile takes
@@ -132,13 +133,23 @@ class Codes:
         pair = thread // (2 * self.quads) // self.groups_of_row + r * self.at_once
         return pair // 2 * 4 + pair % 2 + thread // self.quads % 2 * 2
 
+    def allocate(self) -> dict:
+        stages = self.choice.code_stages
+        return super().allocate() | {
+            "codes": T.alloc_shared([stages, PIECE, self.row.words], T.int32),
+            "held": T.alloc_shared([stages], T.int32),  # 0: the piece lies on no page
+            "codes_full": T.alloc_barrier([1] * stages),
+            "codes_free": T.alloc_barrier([self.wideners] * stages),
+        }
+
 
 class Static(Codes, swap_ab_ws.Static):
     pass
 
 
 class ClusterStatic(Codes, swap_ab_cluster.Static):
-    pass
+    def rope_lefts(self, column, half) -> list:
+        return super().rope_lefts(column, half)[:1]
 
 
 class LatentStatic(Codes, latent_ws.Static):
@@ -149,20 +160,10 @@ class LatentClusterStatic(Codes, swap_ab_cluster.LatentStatic):
     pass
 
 
-def allocate_codes(k: Static) -> dict:
-    stages = k.choice.code_stages
-    return {
-        "codes": T.alloc_shared([stages, PIECE, k.row.words], T.int32),
-        "held": T.alloc_shared([stages], T.int32),  # 0: the piece lies on no page
-        "codes_full": T.alloc_barrier([1] * stages),
-        "codes_free": T.alloc_barrier([k.wideners] * stages),
-    }
-
-
 @T.macro
-def stream_codes(k, work, call, memory, num_pages, thread, leader):
+def stream_codes(k, work, call, memory, thread, leader):
     """One warp: the pieces of every tile of this CTA's fragments."""
-    stages = k.choice.code_stages
+    stages, num_pages = k.choice.code_stages, call.latent_cache.shape[0]
     for f in T.serial(work.fragments):
         device.read_fragment(work, f)
         for i in T.serial(work.tiles):
@@ -239,109 +240,38 @@ def widen(k, half, work, memory, call, thread):
 def clear_padding(k, memory, thread):
     """Columns behind the latent's width, of every slot, once: nothing else writes them."""
     padding = k.latent_cols - k.own_width
-    for r in T.serial(-(-k.choice.num_stages * BLOCK * padding // k.choice.threads)):
-        e = r * k.choice.threads + thread
-        if e < k.choice.num_stages * BLOCK * padding:
-            memory.c_ring[e // padding // BLOCK, e // padding % BLOCK, k.own_width + e % padding] = T.cast(0, k.dtype)
-    T.fence_proxy_async()
-    T.sync_threads()
+    if padding > 0:
+        for r in T.serial(-(-k.choice.num_stages * BLOCK * padding // k.choice.threads)):
+            e = r * k.choice.threads + thread
+            if e < k.choice.num_stages * BLOCK * padding:
+                memory.c_ring[e // padding // BLOCK, e // padding % BLOCK, k.own_width + e % padding] = T.cast(
+                    0, k.dtype
+                )
+        T.fence_proxy_async()
+        T.sync_threads()
 
 
 def make_codes_ws(shape: CodedShape, choice: KernelChoice):
     """A TileLang function ``mla_decode_codes_ws`` for sm_90; :class:`CodedTypes` has its arguments."""
-    return _make(Static(shape, choice), CodedTypes(shape))
+    k = Static(shape, choice)
+    return make_streaming(k, CodedTypes(shape), consume, None, stream_codes, widen, clear_padding)
 
 
 def make_codes_latent_ws(shape: CodedShape, choice: KernelChoice):
     """:func:`make_codes_ws` without a rope_cache: warpgroups make keys of the dequantised tiles."""
-    return _make(LatentStatic(shape, choice), CodedTypes(shape, has_rope_cache=False))
-
-
-def _make(k: Static | LatentStatic, types: CodedTypes):
-    first = k.latent_readers + k.wideners  # thread of the loaders
-
-    @T.macro
-    def body(call):
-        with T.Kernel(k.tiling.num_tiles, types.num_ctas, threads=k.choice.threads) as (y, cta):
-            T.import_source(latent_ws.INLINE + INLINE if k.makes_keys else INLINE)
-            if k.choice.ctas_per_sm > 1:
-                T.annotate_min_blocks_per_sm(k.choice.ctas_per_sm)
-            m = Buffers(**allocate_tiles(k), **allocate_barriers(k), **allocate_codes(k))
-            swizzled = (m.c_ring, m.k_ring) if k.makes_keys else (m.c_ring,)  # an inline function writes it
-            T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in swizzled})
-            thread = T.get_thread_binding()
-            tile = device.locate(types, k.tiling, y, k.d_r)
-            work = device.take_work(call, cta, k.page_size, BLOCK)
-            T.pdl_trigger()
-            if k.latent_cols > k.own_width:
-                clear_padding(k, m, thread)
-            makers, loaders = [], [(stream_codes, k, work, call, m, types.num_pages)]
-            if k.makes_keys:
-                makers.append((k.latent_readers, latent_ws.make_keys, k, work, m, call, thread))
-            else:
-                lefts = k.rope_lefts(tile.column)
-                loaders.append((device.stream, work, call.rope_cache, lefts, [m.k_ring], m.k_full, m.k_free))
-            loaders.append((device.stream_queries, work, tile, call.q_latent, m.q_tile, m.q_full, m.q_free, 0))
-            device.run_roles(
-                thread,
-                [
-                    *device.consumers(1, consume, k, work, tile, m, call),
-                    *makers,
-                    (first, widen, k, 0, work, m, call, thread - k.latent_readers),
-                    (None, device.run_loaders, k.choice.registers[2], thread, first, loaders),
-                ],
-            )
-
-    return types.make(k.choice.kernel, body)
+    k, types = LatentStatic(shape, choice), CodedTypes(shape, has_rope_cache=False)
+    return make_streaming(k, types, consume, latent_ws.make_keys, stream_codes, widen, clear_padding)
 
 
 def make_codes_cluster(shape: CodedShape, choice: KernelChoice):
     """A TileLang function ``mla_decode_codes_cluster`` for sm_90; :class:`CodedTypes` has its arguments. Both CTAs of a
     cluster read whole coded rows, and each dequantises its own columns."""
-    return _make_cluster(ClusterStatic(shape, choice), CodedTypes(shape))
+    k = ClusterStatic(shape, choice)
+    return make_streaming(k, CodedTypes(shape), swap_ab_cluster.consume, None, stream_codes, widen)
 
 
 def make_codes_latent_cluster(shape: CodedShape, choice: KernelChoice):
     """:func:`make_codes_cluster` without a rope_cache."""
-    return _make_cluster(LatentClusterStatic(shape, choice), CodedTypes(shape, has_rope_cache=False))
-
-
-def _make_cluster(k: ClusterStatic | LatentClusterStatic, types: CodedTypes):
-    first = k.latent_readers + k.wideners
-
-    @T.macro
-    def body(call):
-        with T.Kernel(k.tiling.num_tiles * CLUSTER, types.num_ctas, threads=k.choice.threads, cluster_dims=CLUSTER) as (
-            y,
-            cta,
-        ):
-            T.import_source((latent_ws.INLINE if k.makes_keys else "") + swap_ab_cluster.INLINE + INLINE)
-            m = Buffers(**vars(swap_ab_cluster.allocate(k)), **allocate_codes(k))
-            swizzled = (m.c_ring, m.k_ring) if k.makes_keys else (m.c_ring,)
-            T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in swizzled})
-            thread = T.get_thread_binding()
-            half = y % CLUSTER
-            tile = device.locate(types, k.tiling, y // CLUSTER, k.d_r)
-            T.pdl_sync()  # TileLang launches clusters as programmatic dependents
-            work = device.take_work(call, cta, k.page_size, BLOCK)
-            T.pdl_trigger()
-            makers, loaders = [], [(stream_codes, k, work, call, m, types.num_pages)]
-            if k.makes_keys:
-                makers.append((k.latent_readers, swap_ab_cluster.make_keys, k, half, work, m, call, thread))
-            else:
-                lefts = [tile.column + half * k.cut.rope_own]
-                loaders.append((device.stream, work, call.rope_cache, lefts, [m.k_ring], m.k_full, m.k_free))
-            columns = half * k.cut.columns
-            loaders.append((device.stream_queries, work, tile, call.q_latent, m.q_tile, m.q_full, m.q_free, columns))
-            device.run_roles(
-                thread,
-                [
-                    *device.consumers(1, swap_ab_cluster.consume, k, work, tile, half, m, call, thread),
-                    *makers,
-                    (first, widen, k, half, work, m, call, thread - k.latent_readers),
-                    (None, device.run_loaders, k.choice.registers[2], thread, first, loaders),
-                ],
-            )
-            T.cluster_sync()  # what this CTA sent may still be on its way
-
-    return types.make(k.choice.kernel, body)
+    k, types = LatentClusterStatic(shape, choice), CodedTypes(shape, has_rope_cache=False)
+    cluster = swap_ab_cluster
+    return make_streaming(k, types, cluster.consume, cluster.make_keys, stream_codes, widen)

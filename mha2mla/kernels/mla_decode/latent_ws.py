@@ -14,14 +14,13 @@ so that weights are at most 1, whatever the scales; and the denominator sums ``w
 """
 
 import tilelang.language as T
-from tilelang.layout import make_full_bank_swizzled_layout
 
 from mha2mla.kernels.machine import ROW_GROUP, SWIZZLE_128, WARPGROUP, Buffers
 from mha2mla.kernels.mla_decode import swap_ab_ws
 from mha2mla.kernels.mla_decode.fp8_products import CODES
 from mha2mla.kernels.mla_decode.selection import CODE_PANEL, KEY_TILE, DecodeShape, key_blocks, key_steps
 from mha2mla.kernels.mla_decode.static import GROUP, MLATypes, Turn, find_scaled_turn, find_turn, position_of
-from mha2mla.kernels.mla_decode.swap_ab_ws import BLOCK, SCALE, allocate_barriers, allocate_tiles, consume
+from mha2mla.kernels.mla_decode.swap_ab_ws import BLOCK, SCALE, consume, make_streaming
 from mha2mla.kernels.split_kv import device
 from mha2mla.kernels.split_kv.choice import KernelChoice
 
@@ -73,7 +72,8 @@ class Static(swap_ab_ws.Static):
     pairs = property(lambda k: k.d_r // 2)
     half = property(lambda k: "true" if k.dtype == "float16" else "false")  # a C++ bool: the cache is float16
     latent_readers = property(lambda k: k.consumers + k.key_warpgroups * WARPGROUP)
-    makes_keys, rope_writers = True, WARPGROUP
+    makes_keys, rope_writers, source = True, WARPGROUP, INLINE
+    streaming_registers = property(lambda k: k.choice.registers[2])
 
     @staticmethod
     def pair(column):
@@ -205,7 +205,7 @@ def hand_over(k, c, memory, slot):
 
 
 @T.macro
-def make_keys(k, work, memory, call, thread):
+def make_keys(k, half, work, memory, call, thread):
     """One warpgroup: its 64 columns of the keys of all tiles of this CTA."""
     T.set_max_nreg(k.choice.registers[1], k.key_grows)
     c = KeyMaker(k, thread)
@@ -235,45 +235,7 @@ def make_keys(k, work, memory, call, thread):
 def make_latent_ws(shape: DecodeShape, choice: KernelChoice):
     """A TileLang function ``mla_decode_latent_ws`` for sm_90; :class:`MLATypes` has its arguments, without a
     rope_cache."""
-    k, types = Static(shape, choice), MLATypes(shape, has_rope_cache=False)
-    return _make(k, types, INLINE, lambda k: {**allocate_tiles(k), **allocate_barriers(k)})
-
-
-def _make(k: Static, types: MLATypes, source: str, allocate):
-    first = k.latent_readers + (WARPGROUP if k.scaled else 0)
-
-    @T.macro
-    def body(call):
-        with T.Kernel(k.tiling.num_tiles, types.num_ctas, threads=first + WARPGROUP) as (y, cta):
-            T.import_source(source)
-            if k.choice.ctas_per_sm > 1:
-                T.annotate_min_blocks_per_sm(k.choice.ctas_per_sm)
-            m = Buffers(**allocate(k))
-            swizzled = (m.c_ring, m.k_ring, *((m.codes,) if k.scaled else ()))
-            T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in swizzled})
-            thread = T.get_thread_binding()
-            tile = device.locate(types, k.tiling, y, k.d_r)
-            work = device.take_work(call, cta, k.page_size, BLOCK)
-            T.pdl_trigger()
-            if k.scaled:
-                latent = (stream_codes, k, work, call, m)
-                widening = [
-                    (first, widen, k, work, m, 1.0 / (call.softmax_scale * device.LOG2E), thread - k.latent_readers)
-                ]
-            else:
-                latent, widening = (device.stream, work, call.latent_cache, [0], [m.c_ring], m.c_full, m.c_free), []
-            queries = (device.stream_queries, work, tile, call.q_latent, m.q_tile, m.q_full, m.q_free, 0)
-            device.run_roles(
-                thread,
-                [
-                    *device.consumers(k.choice.warpgroups, consume, k, work, tile, m, call),
-                    (k.latent_readers, make_keys, k, work, m, call, thread),
-                    *widening,
-                    (None, device.run_loaders, k.choice.registers[2], thread, first, [latent, queries]),
-                ],
-            )
-
-    return types.make(k.choice.kernel, body)
+    return make_streaming(Static(shape, choice), MLATypes(shape, has_rope_cache=False), consume, make_keys)
 
 
 WIDENED = 8  # codes that a thread takes at a time: 16 bytes of the tile
@@ -309,23 +271,21 @@ static __device__ __forceinline__ void write_scales(float* scales, const float* 
 
 
 class CodeStatic(Static):
-    scaled, latent_writers = True, WARPGROUP
+    scaled, latent_writers, source = True, WARPGROUP, INLINE + INLINE_CODES
+    swizzled = ("c_ring", "k_ring", "codes")
     pieces = property(lambda k: list(range(0, k.latent_cols, CODE_PANEL)))  # first columns of a tile's pieces
     page_rows = property(lambda k: min(BLOCK, k.page_size))  # of a tile, that lie in one page
 
-
-def allocate_codes(k: CodeStatic) -> dict:
-    """Memory of ``latent_ws``; ``codes`` and ``given`` (their scales) as they come, ``scales`` of the tiles."""
-    stages = k.choice.code_stages
-    return dict(
-        **allocate_tiles(k),
-        **allocate_barriers(k),
-        codes=T.alloc_shared([stages, BLOCK, CODE_PANEL], CODES),
-        given=T.alloc_shared([stages, BLOCK // k.page_rows, max(32, k.page_rows)], T.float32),
-        scales=T.alloc_shared([k.choice.num_stages, 3, BLOCK], T.float32),
-        codes_full=T.alloc_barrier([1] * stages),
-        codes_free=T.alloc_barrier([WARPGROUP] * stages),
-    )
+    def allocate(self) -> dict:
+        """Memory of ``latent_ws``; ``codes`` and ``given`` (their scales) as they come, ``scales`` of the tiles."""
+        stages = self.choice.code_stages
+        return super().allocate() | {
+            "codes": T.alloc_shared([stages, BLOCK, CODE_PANEL], CODES),
+            "given": T.alloc_shared([stages, BLOCK // self.page_rows, max(32, self.page_rows)], T.float32),
+            "scales": T.alloc_shared([self.choice.num_stages, 3, BLOCK], T.float32),
+            "codes_full": T.alloc_barrier([1] * stages),
+            "codes_free": T.alloc_barrier([WARPGROUP] * stages),
+        }
 
 
 @T.macro
@@ -374,8 +334,12 @@ def widen_piece(k, memory, slot, at, left, thread):
         )
 
 
+def widen(k, half, work, memory, call, thread):
+    widen_tiles(k, work, memory, 1.0 / (call.softmax_scale * device.LOG2E), thread)
+
+
 @T.macro
-def widen(k, work, memory, unit, thread):
+def widen_tiles(k, work, memory, unit, thread):
     """One warpgroup: codes of every tile of this CTA's fragments; ``unit``: of scores, in powers of two."""
     T.set_max_nreg(k.choice.registers[2], 0)
     stages, code_stages, token = k.choice.num_stages, k.choice.code_stages, thread % BLOCK
@@ -410,4 +374,4 @@ def make_latent_fp8(shape: DecodeShape, choice: KernelChoice):
     """A TileLang function ``mla_decode_latent_fp8`` for sm_90; :class:`MLATypes` has its arguments, of codes without a
     rope_cache."""
     types = MLATypes(shape, has_rope_cache=False, codes=CODES)
-    return _make(CodeStatic(shape, choice), types, INLINE + INLINE_CODES, allocate_codes)
+    return make_streaming(CodeStatic(shape, choice), types, consume, make_keys, stream_codes, widen)

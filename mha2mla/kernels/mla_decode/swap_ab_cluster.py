@@ -14,11 +14,10 @@ which fit into registers.
 
 import tilelang.language as T
 from tilelang import tvm
-from tilelang.layout import make_full_bank_swizzled_layout
 
-from mha2mla.kernels.machine import BY_ROW, ROW_GROUP, SWIZZLE_128, WARPGROUP, Buffers
+from mha2mla.kernels.machine import BY_ROW, ROW_GROUP, SWIZZLE_128, WARPGROUP
 from mha2mla.kernels.mla_decode import latent_ws, swap_ab_ws
-from mha2mla.kernels.mla_decode.selection import CLUSTER, DecodeShape, RopeBlocks, halve, key_steps
+from mha2mla.kernels.mla_decode.selection import DecodeShape, RopeBlocks, halve, key_steps
 from mha2mla.kernels.mla_decode.static import MLATypes
 from mha2mla.kernels.split_kv import device, softmax
 from mha2mla.kernels.split_kv.choice import KernelChoice
@@ -54,16 +53,27 @@ static __device__ __forceinline__ void add_scores(float* scores, const float* pl
 
 
 class Columns:
-    """Columns of a CTA of the cluster, beside those of ``swap_ab_ws``."""
+    """Columns and memory of a CTA of the cluster, beside those of ``swap_ab_ws``."""
 
+    clustered = True
     latent_cols = property(lambda k: k.cut.columns)
     slot_cols = property(lambda k: k.cut.unit)
     turns = property(lambda k: k.choice.variant == "turns")
     held = property(lambda k: swap_ab_ws.BLOCK * k.rows // WARPGROUP)  # scores of a tile that a thread holds
+    source = property(lambda k: super().source + INLINE)
 
     def lefts(self, half) -> list:
-        """First columns of the pieces of a tile of CTA ``half``."""
         return [half * self.cut.columns + u * self.cut.unit for u in range(self.cut.units)]
+
+    def allocate(self) -> dict:
+        """``scores``: the other CTA's, for even and odd tiles."""
+        warpgroups = self.choice.warpgroups
+        return {
+            **self.allocate_tiles(),
+            "scores": T.alloc_shared([warpgroups, 2, self.held // 4, WARPGROUP, 4], T.float32),
+            **self.allocate_barriers(),
+            "s_full": T.alloc_cluster_barrier([1] * (2 * warpgroups)),
+        }
 
 
 class Static(Columns, swap_ab_ws.Static):
@@ -71,16 +81,8 @@ class Static(Columns, swap_ab_ws.Static):
     rope_chunks = property(lambda k: k.cut.rope_columns // k.cut.rope_chunk)
     rope = property(lambda k: RopeBlocks(1, k.tiling.rows, k.cut.rope_columns, k.rope_chunks, k.cut.rope_chunk))
 
-
-def allocate(k: Static) -> Buffers:
-    """Shared memory and barriers of a CTA; ``scores``: the other's, for even and odd tiles."""
-    warpgroups = k.choice.warpgroups
-    return Buffers(
-        **swap_ab_ws.allocate_tiles(k),
-        scores=T.alloc_shared([warpgroups, 2, k.held // 4, WARPGROUP, 4], T.float32),
-        **swap_ab_ws.allocate_barriers(k),
-        s_full=T.alloc_cluster_barrier([1] * (2 * warpgroups)),
-    )
+    def rope_lefts(self, column, half) -> list:
+        return [column + half * self.cut.rope_own + u * self.cut.rope_chunk for u in range(self.rope_chunks)]
 
 
 @T.macro
@@ -208,50 +210,7 @@ def consume(k, w, work, tile, half, memory, call, thread):
 
 def make_swap_ab_cluster(shape: DecodeShape, choice: KernelChoice):
     """A TileLang function ``mla_decode_swap_ab_cluster`` for sm_90; :class:`MLATypes` has its arguments."""
-    return _make(Static(shape, choice), MLATypes(shape), swap_ab_ws.PRODUCER_REGISTERS, INLINE)
-
-
-def _make(k: Static, types: MLATypes, streaming_registers: int, source: str):
-    first = k.latent_readers
-
-    @T.macro
-    def body(call):
-        with T.Kernel(
-            k.tiling.num_tiles * CLUSTER, types.num_ctas, threads=first + WARPGROUP, cluster_dims=CLUSTER
-        ) as (y, cta):
-            T.import_source(source)
-            m = allocate(k)
-            if k.makes_keys:
-                T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in (m.c_ring, m.k_ring)})
-            thread = T.get_thread_binding()
-            half = y % CLUSTER
-            tile = device.locate(types, k.tiling, y // CLUSTER, k.d_r)
-            T.pdl_sync()  # TileLang launches clusters as programmatic dependents
-            work = device.take_work(call, cta, k.page_size, swap_ab_ws.BLOCK)
-            T.pdl_trigger()
-            makers, loaders = (
-                [],
-                [(device.stream, work, call.latent_cache, k.lefts(half), [m.c_ring], m.c_full, m.c_free)],
-            )
-            if k.makes_keys:
-                makers.append((first, make_keys, k, half, work, m, call, thread))
-            else:
-                lefts = [tile.column + half * k.cut.rope_own + u * k.cut.rope_chunk for u in range(k.rope_chunks)]
-                loaders.append((device.stream, work, call.rope_cache, lefts, [m.k_ring], m.k_full, m.k_free))
-            loaders.append(
-                (device.stream_queries, work, tile, call.q_latent, m.q_tile, m.q_full, m.q_free, half * k.cut.columns)
-            )
-            device.run_roles(
-                thread,
-                [
-                    *device.consumers(k.choice.warpgroups, consume, k, work, tile, half, m, call, thread),
-                    *makers,
-                    (None, device.run_loaders, streaming_registers, thread, first, loaders),
-                ],
-            )
-            T.cluster_sync()  # what this CTA sent may still be on its way
-
-    return types.make(k.choice.kernel, body)
+    return swap_ab_ws.make_streaming(Static(shape, choice), MLATypes(shape), consume)
 
 
 class LatentStatic(Columns, latent_ws.Static):
@@ -314,4 +273,4 @@ def make_latent_cluster(shape: DecodeShape, choice: KernelChoice):
     """A TileLang function ``mla_decode_latent_cluster`` for sm_90; :class:`MLATypes` has its arguments, without a
     rope_cache."""
     k, types = LatentStatic(shape, choice), MLATypes(shape, has_rope_cache=False)
-    return _make(k, types, choice.registers[2], latent_ws.INLINE + INLINE)
+    return swap_ab_ws.make_streaming(k, types, consume, make_keys)

@@ -8,9 +8,10 @@ they exchange nothing but turns at the tensor cores (not even these where ``sele
 """
 
 import tilelang.language as T
+from tilelang.layout import make_full_bank_swizzled_layout
 
 from mha2mla.kernels.machine import BARRIER, BY_ROW, GPU, WARPGROUP, Buffers
-from mha2mla.kernels.mla_decode.selection import DecodeShape, padded_latent_columns, rope_blocks, takes_turns
+from mha2mla.kernels.mla_decode.selection import CLUSTER, DecodeShape, padded_latent_columns, rope_blocks, takes_turns
 from mha2mla.kernels.mla_decode.static import MLAStatic, MLATypes, load_rope_queries
 from mha2mla.kernels.split_kv import device, softmax
 from mha2mla.kernels.split_kv.choice import KernelChoice
@@ -40,6 +41,10 @@ class Static(MLAStatic):
     latent_writers, rope_writers = 1, 1  # threads that say that a tile of the latent, a chunk of rotary keys, is there
     makes_keys = False  # of the latent (``latent_ws``)
     scaled = False  # the tile holds codes, and ``scales`` what they are to be multiplied by (``latent_fp8``)
+    clustered = False  # two CTAs of a cluster share a tile's columns (``swap_ab_cluster``)
+    source = ""  # inline CUDA
+    swizzled = property(lambda k: ("c_ring", "k_ring") if k.makes_keys else ())  # buffers that inline CUDA addresses
+    streaming_registers = PRODUCER_REGISTERS
 
     @property
     def registers(self) -> int:
@@ -53,7 +58,11 @@ class Static(MLAStatic):
         every = range(self.rope.num_blocks)
         return [q for q in every if not self.by_block or q * self.rope.block_rows // self.rows == w]
 
-    def rope_lefts(self, column) -> list:
+    def lefts(self, half) -> list:
+        """First columns of the parts of a tile that are streamed, of CTA ``half`` of a cluster."""
+        return [0]
+
+    def rope_lefts(self, column, half) -> list:
         """First columns of a tile's chunks."""
         of_block = [u * self.rope.chunk_columns for u in range(self.rope.chunks_per_block)]
         return [column + q * self.rope.block_columns + left for q in range(self.rope.num_blocks) for left in of_block]
@@ -62,29 +71,31 @@ class Static(MLAStatic):
         """Its number among a tile's."""
         return min(self.blocks_of(w), default=0) * self.rope.chunks_per_block
 
+    def allocate_tiles(self) -> dict:
+        """Shared memory of a CTA."""
+        stages, rope_stages, warpgroups = self.choice.num_stages, self.choice.rope_stages, self.choice.warpgroups
+        return {
+            "q_tile": T.alloc_shared([self.tiling.rows, self.latent_cols], self.dtype),
+            "qp_tile": T.alloc_shared([self.rope.num_blocks * self.rope.block_rows, self.rope_cols], self.dtype),
+            "c_ring": T.alloc_shared([stages, BLOCK, self.slot_cols], self.dtype),
+            "k_ring": T.alloc_shared([rope_stages, BLOCK, self.rope.chunk_columns], self.dtype),
+            "p_tile": T.alloc_shared([warpgroups, BLOCK, self.rows], self.dtype),
+            "stage": T.alloc_shared([warpgroups, BLOCK // 16, self.rows], T.float32),
+        }
 
-def allocate_tiles(k: Static) -> dict:
-    """Shared memory of a CTA."""
-    stages, rope_stages, warpgroups = k.choice.num_stages, k.choice.rope_stages, k.choice.warpgroups
-    return {
-        "q_tile": T.alloc_shared([k.tiling.rows, k.latent_cols], k.dtype),
-        "qp_tile": T.alloc_shared([k.rope.num_blocks * k.rope.block_rows, k.rope_cols], k.dtype),
-        "c_ring": T.alloc_shared([stages, BLOCK, k.slot_cols], k.dtype),
-        "k_ring": T.alloc_shared([rope_stages, BLOCK, k.rope.chunk_columns], k.dtype),
-        "p_tile": T.alloc_shared([warpgroups, BLOCK, k.rows], k.dtype),
-        "stage": T.alloc_shared([warpgroups, BLOCK // 16, k.rows], T.float32),
-    }
+    def allocate_barriers(self) -> dict:
+        stages, rope_stages = self.choice.num_stages, self.choice.rope_stages
+        return {
+            "q_full": T.alloc_barrier(1),
+            "q_free": T.alloc_barrier(self.consumers),
+            "c_full": T.alloc_barrier([self.latent_writers] * stages),
+            "c_free": T.alloc_barrier([self.latent_readers] * stages),
+            "k_full": T.alloc_barrier([self.rope_writers] * self.rope_phases),
+            "k_free": T.alloc_barrier([WARPGROUP if self.by_block else self.consumers] * rope_stages),
+        }
 
-
-def allocate_barriers(k: Static) -> dict:
-    return {
-        "q_full": T.alloc_barrier(1),
-        "q_free": T.alloc_barrier(k.consumers),
-        "c_full": T.alloc_barrier([k.latent_writers] * k.choice.num_stages),
-        "c_free": T.alloc_barrier([k.latent_readers] * k.choice.num_stages),
-        "k_full": T.alloc_barrier([k.rope_writers] * k.rope_phases),
-        "k_free": T.alloc_barrier([WARPGROUP if k.by_block else k.consumers] * k.choice.rope_stages),
-    }
+    def allocate(self) -> dict:
+        return self.allocate_tiles() | self.allocate_barriers()
 
 
 @T.macro
@@ -219,7 +230,7 @@ def make_own_softmax(k, w, tile, memory, call):
 
 
 @T.macro
-def consume(k, w, work, tile, memory, call):
+def consume(k, w, work, tile, half, memory, call, thread):
     """One warpgroup: all fragments of this CTA, for rows ``w * rows ...`` of its tile."""
     T.set_max_nreg(k.registers, 1)
     x = make_own_softmax(k, w, tile, memory, call)
@@ -245,31 +256,65 @@ def consume(k, w, work, tile, memory, call):
         device.store(call, work, softmax.write_columns, x, o, x.row_sum, x.row_max)
 
 
-def make_swap_ab_ws(shape: DecodeShape, choice: KernelChoice):
-    """A TileLang function ``mla_decode_swap_ab_ws`` for sm_90; :class:`MLATypes` has its arguments."""
-    k, types = Static(shape, choice), MLATypes(shape)
+def make_streaming(k: Static, types: MLATypes, consume, make_keys=None, stream_codes=None, widen=None, prepare=None):
+    """The TileLang function of a choice whose roles are macros.
+
+    Args:
+        consume: a warpgroup that computes.
+        make_keys: one that makes rotary keys; None: they are cached.
+        stream_codes: a warp that loads codes of latents; None: latents are no codes.
+        widen: a warpgroup that makes numbers of them.
+        prepare: all threads, before that.
+    """
+    first = k.choice.threads - WARPGROUP  # thread of those that load
+    ctas = CLUSTER if k.clustered else 1
+    cluster = {"cluster_dims": CLUSTER} if k.clustered else {}
 
     @T.macro
     def body(call):
-        with T.Kernel(k.tiling.num_tiles, types.num_ctas, threads=k.consumers + WARPGROUP) as (y, cta):
+        with T.Kernel(k.tiling.num_tiles * ctas, types.num_ctas, threads=k.choice.threads, **cluster) as (y, cta):
+            if k.source:
+                T.import_source(k.source)
             if k.choice.ctas_per_sm > 1:
                 T.annotate_min_blocks_per_sm(k.choice.ctas_per_sm)
-            m = Buffers(**allocate_tiles(k), **allocate_barriers(k))
+            m = Buffers(**k.allocate())
+            if k.swizzled:
+                T.annotate_layout({getattr(m, x): make_full_bank_swizzled_layout(getattr(m, x)) for x in k.swizzled})
             thread = T.get_thread_binding()
-            tile = device.locate(types, k.tiling, y, k.d_r)
+            half = y % CLUSTER if k.clustered else 0
+            tile = device.locate(types, k.tiling, y // ctas, k.d_r)
+            if k.clustered:
+                T.pdl_sync()  # TileLang launches clusters as programmatic dependents
             work = device.take_work(call, cta, k.page_size, BLOCK)
             T.pdl_trigger()
-            loaders = [
-                (device.stream, work, call.latent_cache, [0], [m.c_ring], m.c_full, m.c_free),
-                (device.stream, work, call.rope_cache, k.rope_lefts(tile.column), [m.k_ring], m.k_full, m.k_free),
-                (device.stream_queries, work, tile, call.q_latent, m.q_tile, m.q_full, m.q_free, 0),
-            ]
-            device.run_roles(
-                thread,
-                [
-                    *device.consumers(k.choice.warpgroups, consume, k, work, tile, m, call),
-                    (None, device.run_loaders, PRODUCER_REGISTERS, thread, k.consumers, loaders),
-                ],
-            )
+            if prepare is not None:
+                prepare(k, m, thread)
+            roles, loaders = device.consumers(k.choice.warpgroups, consume, k, work, tile, half, m, call, thread), []
+            if stream_codes is None:
+                loaders.append((device.stream, work, call.latent_cache, k.lefts(half), [m.c_ring], m.c_full, m.c_free))
+            else:
+                loaders.append((stream_codes, k, work, call, m))
+            if make_keys is None:
+                lefts = k.rope_lefts(tile.column, half)
+                loaders.append((device.stream, work, call.rope_cache, lefts, [m.k_ring], m.k_full, m.k_free))
+            else:
+                roles.append((k.latent_readers, make_keys, k, half, work, m, call, thread))
+            if widen is not None:
+                roles.append((first, widen, k, half, work, m, call, thread - k.latent_readers))
+            queries = (device.stream_queries, work, tile, call.q_latent, m.q_tile, m.q_full, m.q_free)
+            if k.clustered and stream_codes is not None:
+                columns = k.lefts(half)[0]  # a variable of these programs alone, which are as they were measured
+                loaders.append((*queries, columns))
+            else:
+                loaders.append((*queries, k.lefts(half)[0]))
+            loading = (None, device.run_loaders, k.streaming_registers, thread, first, loaders)
+            device.run_roles(thread, [*roles, loading])
+            if k.clustered:
+                T.cluster_sync()  # what this CTA sent may still be on its way
 
-    return types.make("swap_ab_ws", body)
+    return types.make(k.choice.kernel, body)
+
+
+def make_swap_ab_ws(shape: DecodeShape, choice: KernelChoice):
+    """A TileLang function ``mla_decode_swap_ab_ws`` for sm_90; :class:`MLATypes` has its arguments."""
+    return make_streaming(Static(shape, choice), MLATypes(shape), consume)
