@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mha2mla.geometry import MLAGeometry, code_bytes
-from mha2mla.kernels.mla_decode import codes_selection
-from mha2mla.kernels.mla_decode.codes_selection import coded_latent_shape, coded_shape
+from mha2mla.kernels.mla_decode import codes_selection, selection
+from mha2mla.kernels.mla_decode.codes_selection import CodedShape
 from mha2mla.kernels.mla_decode.quantization import CODES
-from mha2mla.kernels.mla_decode.selection import DecodeShape, latent_shape, refusal, select_kernel
+from mha2mla.kernels.mla_decode.selection import DecodeShape
 from mha2mla.kernels.ops import ALIGNMENT, Argument, argument_error, capability, dtype_name, in_plain_eager_mode
 from mha2mla.kernels.rope_append.api import LatentRope
 from mha2mla.kernels.skinny_linear.api import project_w_uk, skinny_linear, up_project
@@ -21,78 +21,78 @@ from mha2mla.kernels.split_kv.choice import MERGED_ROWS
 from mha2mla.kernels.split_kv.op import PagedOp, dispatch
 from mha2mla.kernels.split_kv.plan import DecodePlan
 
-_KEYS = (  # the fields of LatentRope
-    Argument("rope_weight", "d_r d_c"),
-    Argument("rope_bias", "(d_r)"),
-    Argument("inv_freq", "(pairs)", torch.float32),
-    Argument("page_offsets", "(B max_pages)", torch.int32, optional=True),
+_KEYS = {  # by whether they are cached; else the fields of LatentRope
+    True: (Argument("rope_cache", "P page (G|H d_r)"),),
+    False: (
+        Argument("rope_weight", "d_r d_c"),
+        Argument("rope_bias", "(d_r)"),
+        Argument("inv_freq", "(pairs)", torch.float32),
+        Argument("page_offsets", "(B max_pages)", torch.int32, optional=True),
+    ),
+}
+_LATENTS = {  # by the cache's dtype, None where it is the queries': the cache, and what dequantises its codes
+    None: (Argument("latent_cache", "P page d_c"),),
+    CODES: (Argument("latent_cache", "P page d_c", CODES), Argument("latent_scale", "P page", torch.float32)),
+    torch.uint8: (Argument("latent_cache", "P (page row)", torch.uint8), Argument("centers", "two d_c")),
+}
+
+
+_MODULES = {"latent_portable": "swap_ab", "latent_fp8": "latent_ws", "latent_cluster": "swap_ab_cluster"}
+_MODULES |= dict.fromkeys(
+    [f"codes_{kind}" for kind in ("portable", "ws", "cluster", "latent_ws", "latent_cluster")], "codes"
 )
 
 
-def _declare(suffix: str, has_rope_cache: bool, codes: bool) -> PagedOp:
-    name = "mla_decode" + suffix
-    latent = [Argument("latent_cache", "P page d_c", CODES if codes else None)]
-    scale = [Argument("latent_scale", "P page", torch.float32)] if codes else []
-    keys = (Argument("rope_cache", "P page (G d_r)"),) if has_rope_cache else _KEYS
+def _shape(has_rope_cache: bool, heads: int, *call: Any) -> DecodeShape:
+    """Shape to compile of a call's ``static`` sizes and its dtype; one rope head where keys are not cached."""
+    *sizes, dtype = (heads, *(() if has_rope_cache else (1,)), *call)
+    return CodedShape(*sizes[:6], dtype, *sizes[6:]) if len(sizes) > 6 else DecodeShape(*sizes, dtype)
+
+
+def _declare(name: str, latent_dtype: torch.dtype | None, has_rope_cache: bool) -> PagedOp:
+    is_coded = latent_dtype == torch.uint8
+    how: dict[str, bool] = {"has_rope_cache": has_rope_cache}
+    how |= {} if is_coded else {"codes": latent_dtype == CODES}
+    chosen = codes_selection if is_coded else selection
+    sizes = ("H", "G", "d_c", "d_r", "page", "S_q", "row")
     return PagedOp(
         name=name,
-        arguments=(Argument("q_latent", "B S_q H d_c"), Argument("q_pe", "B S_q H d_r"), *latent, *scale, *keys),
+        arguments=(
+            Argument("q_latent", "B S_q H d_c"),
+            Argument("q_pe", "B S_q H d_r"),
+            *_LATENTS[latent_dtype],
+            *_KEYS[has_rope_cache],
+        ),
         out=Argument("out", "B S_q H d_c"),
-        shape=DecodeShape if has_rope_cache else latent_shape,
-        static=("H", *(("G",) if has_rope_cache else ()), "d_c", "d_r", "page", "S_q"),
-        refusal=partial(refusal, has_rope_cache=has_rope_cache, codes=codes),
-        select=partial(select_kernel, has_rope_cache=has_rope_cache, codes=codes),
+        shape=partial(_shape, has_rope_cache),
+        static=tuple(size for size in sizes if has_rope_cache or size != "G")[: None if is_coded else -1],
+        refusal=partial(chosen.refusal, **how),
+        select=partial(chosen.select_kernel, **how),
         package="mha2mla.kernels.mla_decode",
-        modules={"latent_portable": "swap_ab", "latent_fp8": "latent_ws", "latent_cluster": "swap_ab_cluster"},
-        reference=f"mha2mla.kernels.split_kv.reference:{name}_reference",
+        modules=_MODULES,
+        reference=f"mha2mla.kernels.split_kv.reference:mla_decode{'' if has_rope_cache else '_latent'}_reference",
         numbers=() if has_rope_cache else ("scaling",),
-        guards_indices=codes and has_rope_cache,
-        opaque_smem_writes=not has_rope_cache,
+        guards_indices=latent_dtype == CODES and has_rope_cache,
+        opaque_smem_writes=is_coded or not has_rope_cache,
     )
 
 
-MLA = _declare("", has_rope_cache=True, codes=False)
-FP8 = _declare("_fp8", has_rope_cache=True, codes=True)
-LATENT = _declare("_latent", has_rope_cache=False, codes=False)
-LATENT_FP8 = _declare("_latent_fp8", has_rope_cache=False, codes=True)
-GROUP_CODES = PagedOp(
-    name="mla_decode_codes",
-    arguments=(
-        *MLA.arguments[:2],
-        Argument("latent_cache", "P (page row)", torch.uint8),
-        Argument("centers", "two d_c"),
-        MLA.arguments[-1],
-    ),
-    out=MLA.out,
-    shape=coded_shape,
-    static=("H", "G", "d_c", "d_r", "page", "S_q", "row"),
-    refusal=codes_selection.refusal,
-    select=codes_selection.select_kernel,
-    package="mha2mla.kernels.mla_decode",
-    modules=dict.fromkeys(("codes_portable", "codes_ws", "codes_cluster"), "codes"),
-    reference="mha2mla.kernels.split_kv.reference:mla_decode_codes_reference",
-    opaque_smem_writes=True,
-)
-LATENT_CODES = replace(
-    GROUP_CODES,
-    name="mla_decode_latent_codes",
-    arguments=(*GROUP_CODES.arguments[:-1], *_KEYS),
-    shape=coded_latent_shape,
-    static=("H", "d_c", "d_r", "page", "S_q", "row"),
-    refusal=partial(codes_selection.refusal, has_rope_cache=False),
-    select=partial(codes_selection.select_kernel, has_rope_cache=False),
-    modules=dict.fromkeys(("codes_latent_ws", "codes_latent_cluster"), "codes"),
-    reference="mha2mla.kernels.split_kv.reference:mla_decode_latent_codes_reference",
-    numbers=("scaling",),
-)
+_OPS = {
+    (latent_dtype, has_rope_cache): _declare(name, latent_dtype, has_rope_cache)
+    for name, latent_dtype, has_rope_cache in (
+        ("mla_decode", None, True),
+        ("mla_decode_fp8", CODES, True),
+        ("mla_decode_codes", torch.uint8, True),
+        ("mla_decode_latent", None, False),
+        ("mla_decode_latent_fp8", CODES, False),
+        ("mla_decode_latent_codes", torch.uint8, False),
+    )
+}
+MLA, FP8, GROUP_CODES, LATENT, LATENT_FP8, LATENT_CODES = _OPS.values()
 
 
 def _op(latent_dtype: torch.dtype | None, has_rope_cache: bool) -> PagedOp:
-    if latent_dtype == torch.uint8:
-        return GROUP_CODES if has_rope_cache else LATENT_CODES
-    if not has_rope_cache:
-        return LATENT_FP8 if latent_dtype == CODES else LATENT
-    return FP8 if latent_dtype == CODES else MLA
+    return _OPS.get((latent_dtype, has_rope_cache), _OPS[None, has_rope_cache])  # of another dtype: the queries' own
 
 
 def mla_decode(
@@ -162,13 +162,10 @@ def mla_decode(
     Raises:
         ValueError: naming the argument, what it was and what it must be; or why ``backend="tilelang"`` refuses.
     """
-    call = (block_table, cache_seqlens, cache_starts, softmax_scale, causal, backend, plan, out, return_lse)
-    if (
-        rope is None and latent_scale is None and centers is None and rope_cache is not None
-    ):  # the shortest way: hosts are slow
-        return MLA((q_latent, q_pe, latent_cache, rope_cache), *call)
     op, data, numbers = _chosen(q_latent, q_pe, latent_cache, rope_cache, rope, latent_scale, centers)
-    return op(data, *call, numbers)
+    return op(
+        data, block_table, cache_seqlens, cache_starts, softmax_scale, causal, backend, plan, out, return_lse, numbers
+    )
 
 
 def _chosen(
@@ -181,17 +178,22 @@ def _chosen(
     centers: Tensor | None,
 ) -> tuple[PagedOp, tuple[Tensor | None, ...], tuple[float, ...]]:
     """The op that serves arguments of :func:`mla_decode`, its tensors and its numbers."""
-    second = latent_scale if centers is None else centers
-    latent = (latent_cache,) if second is None else (latent_cache, second)
-    op = _op(torch.uint8 if centers is not None else None if second is None else CODES, rope is None)
+    if (rope is None) == (rope_cache is None):
+        was = None if rope is None else tuple(rope_cache.shape)
+        raise argument_error(
+            "rope_cache", was, "a tensor, or rope in its place" if rope is None else "None beside rope"
+        )
+    if centers is not None:
+        latent_dtype, latent = torch.uint8, (latent_cache, centers)
+    elif latent_scale is not None:
+        latent_dtype, latent = CODES, (latent_cache, latent_scale)
+    else:
+        latent_dtype, latent = None, (latent_cache,)
     if rope is None:
-        if rope_cache is None:
-            raise argument_error("rope_cache", None, "a tensor, or rope in its place")
-        return op, (q_latent, q_pe, *latent, rope_cache), ()
-    if rope_cache is not None:
-        raise argument_error("rope_cache", tuple(rope_cache.shape), "None beside rope")
-    keys = (rope.weight, rope.bias, rope.inv_freq, rope.page_offsets)
-    return op, (q_latent, q_pe, *latent, *keys), (rope.scaling,)
+        keys, numbers = (rope_cache,), ()
+    else:
+        keys, numbers = (rope.weight, rope.bias, rope.inv_freq, rope.page_offsets), (rope.scaling,)
+    return _OPS[latent_dtype, rope is None], (q_latent, q_pe, *latent, *keys), numbers
 
 
 def mla_decode_w_uv(
@@ -215,8 +217,10 @@ def mla_decode_w_uv(
     d_v]. Arguments and errors as there; only where :func:`serves_w_uv`."""
     op, data, numbers = _chosen(q_latent, q_pe, latent_cache, rope_cache, rope, latent_scale, centers)
     values = q_latent.new_empty(*q_latent.shape[:3], v_up.shape[1])
-    call = (block_table, cache_seqlens, cache_starts, softmax_scale, True, backend, plan, None, False)
-    op(data, *call, numbers, (v_up, values))
+    op(
+        data, block_table, cache_seqlens, cache_starts, softmax_scale, True, backend, plan, None, False, numbers,
+        (v_up, values),
+    )  # fmt: skip
     return values
 
 
@@ -351,8 +355,9 @@ def explain_mla_decode(
         seqlen_q: new tokens per sequence.
         latent_dtype: float8_e4m3fn where the latent cache has scales; None: as ``dtype``.
     """
-    op = _op(latent_dtype, geometry.has_rope_cache)
-    return op.explain(DecodeShape.of(geometry, page_size, dtype_name(dtype), seqlen_q), device)
+    return _op(latent_dtype, geometry.has_rope_cache).explain(
+        DecodeShape.of(geometry, page_size, dtype_name(dtype), seqlen_q), device
+    )
 
 
 def decodes_codes(
@@ -367,7 +372,7 @@ def decodes_codes(
         return False
     sizes = {"H": g.num_attention_heads, "G": g.num_rope_heads, "d_c": g.kv_lora_rank, "d_r": g.qk_rope_head_dim}
     sizes |= {"page": page_size, "S_q": seqlen_q, "row": code_bytes(g.kv_lora_rank, g.latent_bits, g.latent_group)}
-    op = _op(torch.uint8, g.has_rope_cache)
+    op = _OPS[torch.uint8, g.has_rope_cache]
     served = dispatch(op, None, *[sizes[name] for name in op.static], dtype, torch.device(device))
     return served is not None and served.choice.kernel != "codes_portable"
 

@@ -48,21 +48,6 @@ class CodedShape(DecodeShape):
         return code_of(self.kv_lora_rank, self.row_bytes)
 
 
-def coded_shape(
-    heads: int, groups: int, kv_lora_rank: int, qk_rope_head_dim: int, page_size: int, seqlen_q: int, row_bytes: int,
-    dtype: str,
-) -> CodedShape:  # fmt: skip
-    """Shape of a call with rotary keys in the cache."""
-    return CodedShape(heads, groups, kv_lora_rank, qk_rope_head_dim, page_size, seqlen_q, dtype, row_bytes)
-
-
-def coded_latent_shape(
-    heads: int, kv_lora_rank: int, qk_rope_head_dim: int, page_size: int, seqlen_q: int, row_bytes: int, dtype: str
-) -> CodedShape:
-    """Shape of a call over a cache of codes alone: one rope head."""
-    return CodedShape(heads, 1, kv_lora_rank, qk_rope_head_dim, page_size, seqlen_q, dtype, row_bytes)
-
-
 def refusal(shape: CodedShape, *, has_rope_cache: bool = True) -> str | None:
     """Why no TileLang kernel serves a shape on any GPU, or None."""
     width, bits = shape.kv_lora_rank, " or ".join(map(str, BITS))

@@ -77,13 +77,6 @@ class DecodeShape:
         return cls(*sizes, page_size, seqlen_q, dtype)
 
 
-def latent_shape(
-    heads: int, kv_lora_rank: int, qk_rope_head_dim: int, page_size: int, seqlen_q: int, dtype: str
-) -> DecodeShape:
-    """Shape of a call over a cache of the latent alone: one rope head."""
-    return DecodeShape(heads, 1, kv_lora_rank, qk_rope_head_dim, page_size, seqlen_q, dtype)
-
-
 def refusal(shape: DecodeShape, *, has_rope_cache: bool = True, codes: bool = False) -> str | None:
     """Why no TileLang kernel serves a shape on any GPU, or None.
 

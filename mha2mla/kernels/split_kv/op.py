@@ -74,7 +74,7 @@ class PagedOp:
             there is none. The choice has ``num_ctas(number of multiprocessors)``.
         package: of the kernels; ``make_<kernel>`` in its module ``<kernel>`` makes the TileLang function of a choice.
         modules: of kernels whose module has another name.
-        reference: "module:function", the oracle. Both are imported when they are needed.
+        reference: "module:function", the oracle, which takes arguments by name. Both are imported when they are needed.
         numbers: names of float arguments that follow the tensors. Kernels take them last; behind them, of each optional
             tensor, whether there is one (0 or 1).
         guards_indices: kernels guard their own indices, so that TileLang need not.
@@ -288,8 +288,9 @@ class PagedOp:
         if served is None:
             check_spans(schedule, splits, cache_seqlens, cache_starts, block_table.shape[1] * sizes.page)
             made = load(self.reference)(
-                *data, *numbers, block_table, cache_seqlens, softmax_scale=softmax_scale, causal=causal,
-                cache_starts=cache_starts, window=None if window < 0 else window, sinks=sinks,
+                **dict(zip((*self.names, *self.numbers), (*data, *numbers), strict=True)), block_table=block_table,
+                cache_seqlens=cache_seqlens, softmax_scale=softmax_scale, causal=causal, cache_starts=cache_starts,
+                window=None if window < 0 else window, sinks=sinks,
             )  # fmt: skip
             out.copy_(made[0])
             lse.copy_(made[1])

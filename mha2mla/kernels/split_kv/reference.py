@@ -266,6 +266,8 @@ def mla_decode_reference(
     cache_seqlens: Tensor,
     *,
     softmax_scale: float,
+    latent_scale: Tensor | None = None,
+    centers: Tensor | None = None,
     **visibility: Any,
 ) -> tuple[Tensor, Tensor]:
     """``softmax(softmax_scale * (q_latent c^T + q_pe k_pe^T)) c`` over each sequence's pages (DeepSeek-V2, 2.1).
@@ -280,17 +282,8 @@ def mla_decode_reference(
         arithmetic. A query that sees no token gives zeros and ``-inf``.
     """
     tokens = find_tokens(q_latent, rope_cache, block_table, cache_seqlens, **visibility)
-    latent = tokens.read(latent_cache)[:, :, None]
+    latent = tokens.read(_dequantised(q_latent, latent_cache, latent_scale, centers))[:, :, None]
     return attend((q_latent, q_pe), (latent, tokens.read(rope_cache)), latent, tokens, softmax_scale)
-
-
-def mla_decode_fp8_reference(
-    q_latent: Tensor, q_pe: Tensor, latent_cache: Tensor, latent_scale: Tensor, *call: Any, **keywords: Any
-) -> tuple[Tensor, Tensor]:
-    """:func:`mla_decode_reference` on the dequantised cache, whose numbers are not rounded to the queries' dtype; the
-    same arguments follow."""
-    latent = dequantize_latent(latent_cache, latent_scale, accumulator(q_latent.dtype))
-    return mla_decode_reference(q_latent, q_pe, latent, *call, **keywords)
 
 
 def mla_decode_latent_reference(
@@ -306,6 +299,8 @@ def mla_decode_latent_reference(
     cache_seqlens: Tensor,
     *,
     softmax_scale: float,
+    latent_scale: Tensor | None = None,
+    centers: Tensor | None = None,
     **visibility: Any,
 ) -> tuple[Tensor, Tensor]:
     """:func:`mla_decode_reference` with one rope head whose keys :func:`rotary_keys` makes of the latents read.
@@ -313,7 +308,7 @@ def mla_decode_latent_reference(
     The keys are not rounded. Arguments as the fields of :class:`LatentRope`, the others as there, and what it returns.
     """
     tokens = find_tokens(q_latent, latent_cache, block_table, cache_seqlens, **visibility)
-    latent = tokens.read(latent_cache)
+    latent = tokens.read(_dequantised(q_latent, latent_cache, latent_scale, centers))
     token = torch.arange(latent.shape[1], device=latent.device)
     positions = token.expand(latent.shape[:2])
     if page_offsets is not None:
@@ -323,34 +318,11 @@ def mla_decode_latent_reference(
     return attend((q_latent, q_pe), (latent, k_pe), latent, tokens, softmax_scale)
 
 
-def mla_decode_latent_fp8_reference(
-    q_latent: Tensor, q_pe: Tensor, latent_cache: Tensor, latent_scale: Tensor, *call: Any, **keywords: Any
-) -> tuple[Tensor, Tensor]:
-    """:func:`mla_decode_latent_reference` on the dequantised cache, whose numbers are not rounded to the queries'
-    dtype; the same arguments follow."""
-    latent = dequantize_latent(latent_cache, latent_scale, accumulator(q_latent.dtype))
-    return mla_decode_latent_reference(q_latent, q_pe, latent, *call, **keywords)
-
-
-def mla_decode_codes_reference(
-    q_latent: Tensor, q_pe: Tensor, latent_cache: Tensor, centers: Tensor, *call: Any, **keywords: Any
-) -> tuple[Tensor, Tensor]:
-    """:func:`mla_decode_reference` on the dequantised cache, whose numbers are not rounded to the queries' dtype; the
-    same arguments follow."""
-    latent = _dequantised(q_latent, latent_cache, centers)
-    return mla_decode_reference(q_latent, q_pe, latent, *call, **keywords)
-
-
-def mla_decode_latent_codes_reference(
-    q_latent: Tensor, q_pe: Tensor, latent_cache: Tensor, centers: Tensor, *call: Any, **keywords: Any
-) -> tuple[Tensor, Tensor]:
-    """:func:`mla_decode_latent_reference` on the dequantised cache, whose numbers are not rounded to the queries'
-    dtype; the same arguments follow."""
-    latent = _dequantised(q_latent, latent_cache, centers)
-    return mla_decode_latent_reference(q_latent, q_pe, latent, *call, **keywords)
-
-
-def _dequantised(q_latent: Tensor, latent_cache: Tensor, centers: Tensor) -> Tensor:
-    width = q_latent.shape[-1]
-    quantizer = GroupQuantizer(*code_of(width, latent_cache.shape[-1]))
-    return quantizer.decode(latent_cache, width, accumulator(q_latent.dtype), centers)
+def _dequantised(q_latent: Tensor, latent_cache: Tensor, latent_scale: Tensor | None, centers: Tensor | None) -> Tensor:
+    """The cached latents; of codes not rounded to the queries' dtype."""
+    dtype, width = accumulator(q_latent.dtype), q_latent.shape[-1]
+    if latent_scale is not None:
+        return dequantize_latent(latent_cache, latent_scale, dtype)
+    if centers is not None:
+        return GroupQuantizer(*code_of(width, latent_cache.shape[-1])).decode(latent_cache, width, dtype, centers)
+    return latent_cache
