@@ -117,9 +117,10 @@ class Argument:
         object.__setattr__(self, "divided", tuple(whole for _, _, whole in pairs))
         object.__setattr__(self, "strided", before)
 
-    def check_sizes(self, tensor: Layout, query: Layout, query_name: str, sizes: dict[str, int]) -> None:
+    def check(self, tensor: Layout, query: Layout, query_name: str, sizes: dict[str, int], is_paged: bool) -> None:
         """Raise ValueError if a tensor's dimensions, dtype or device are not as they must be beside the query and
-        ``sizes``, or numbers in parentheses not side by side; its own sizes join them."""
+        ``sizes``, or numbers in parentheses not side by side; its own sizes join them. ``is_paged``: or if its strides
+        are not as kernels of a paged op need them."""
         name, shape = self.name, tensor.shape
         if len(shape) != len(self.names):
             raise argument_error(f"{name}.shape", tuple(shape), self._expected(sizes))
@@ -134,18 +135,13 @@ class Argument:
                 raise argument_error(f"{name}.shape", tuple(shape), self._expected(sizes))
             if sizes.setdefault(dim, size) != size:
                 raise argument_error(f"{name}.shape", tuple(shape), self._expected(sizes))
-        if "(" in self.dims:
+        if is_paged or "(" in self.dims:
             self._check_dense(tensor)
-
-    def check(self, tensor: Layout, query: Layout, query_name: str, sizes: dict[str, int]) -> None:
-        """:meth:`check_sizes`, and strides as kernels of a paged op need them."""
-        self.check_sizes(tensor, query, query_name, sizes)
-        self._check_dense(tensor)
         step = ALIGNMENT // tensor.dtype.itemsize
-        for dim in range(self.strided if query.dtype.itemsize == 2 and 0 not in tensor.shape else 0):
-            if tensor.strides[dim] % step and tensor.shape[dim] > 1:
+        for dim in range(self.strided if is_paged and query.dtype.itemsize == 2 and 0 not in shape else 0):
+            if tensor.strides[dim] % step and shape[dim] > 1:
                 expected = f"a multiple of {step} elements ({ALIGNMENT} bytes)"
-                raise argument_error(f"{self.name}.stride({dim})", tensor.strides[dim], expected)
+                raise argument_error(f"{name}.stride({dim})", tensor.strides[dim], expected)
 
     def _check_dense(self, tensor: Layout) -> None:
         dense, shape, strides = 1, tensor.shape, tensor.strides
@@ -163,13 +159,16 @@ class Argument:
         return f"[{', '.join(str(sizes.get(dim, text)) for dim, text in zip(self.names, divisors, strict=True))}]"
 
 
-def check_tensors(arguments: Iterable[Argument], tensors: Iterable[Tensor | None], **known: int) -> dict[str, int]:
-    """Everything of an op's tensors but strides outside parentheses and addresses; not to be written to: their sizes by
-    name.
+def check_tensors(
+    arguments: tuple[Argument, ...], tensors: Iterable[Tensor | None], is_paged: bool = False, **known: int
+) -> dict[str, int]:
+    """Everything of an op's tensors but addresses, and strides outside parentheses; not to be written to: their sizes
+    by name.
 
     Args:
         arguments: the query first.
         tensors: of each argument; None where an optional one is left out.
+        is_paged: strides too, as kernels of a paged op need them.
         known: sizes that something else says.
 
     Raises:
@@ -178,17 +177,17 @@ def check_tensors(arguments: Iterable[Argument], tensors: Iterable[Tensor | None
     layouts = tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
     # Dynamo traces the check itself: its sizes may be symbols, which cannot be remembered.
     check = _check_tensors if torch.compiler.is_compiling() else _check_tensors_once
-    return check(tuple(arguments), layouts, tuple(known.items()))
+    return check(arguments, layouts, is_paged, tuple(known.items()))
 
 
 def _check_tensors(
-    arguments: tuple[Argument, ...], layouts: tuple[tuple | None, ...], known: tuple[tuple[str, int], ...]
+    arguments: tuple[Argument, ...], layouts: tuple[tuple | None, ...], is_paged: bool, known: tuple
 ) -> dict[str, int]:
     query, name, sizes = Layout(*layouts[0]), arguments[0].name, dict(known)
     check_float(f"{name}.dtype", query.dtype)
     for argument, layout in sorted(zip(arguments, layouts, strict=True), key=lambda pair: pair[0].optional):
         if layout is not None:
-            argument.check_sizes(Layout(*layout), query, name, sizes)
+            argument.check(Layout(*layout), query, name, sizes, is_paged)
         elif not argument.optional:
             raise argument_error(argument.name, None, f"a tensor [{argument.dims}]")
     return sizes
@@ -226,7 +225,7 @@ def runs_compiled(backend: str | None, device: torch.device, *dtypes: torch.dtyp
     Raises:
         ValueError: ``backend`` is unknown, or TileLang is asked for and does not serve ``dtypes`` on ``device``.
     """
-    if backend is not None:
+    if backend not in (None, *BACKENDS):
         check_backend(backend)
     served = device.type == "cuda" and torch.float64 not in dtypes
     if backend == "tilelang" and not served:

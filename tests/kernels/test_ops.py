@@ -72,7 +72,7 @@ def kernels_serve(monkeypatch):
     from mha2mla.kernels.attention_varlen import api as varlen_api
     from mha2mla.kernels.split_kv import op
 
-    monkeypatch.setattr(op, "dispatch", lambda *_: op.Served(object(), None))
+    monkeypatch.setattr(op, "dispatch", lambda *_: (object(), None))
     monkeypatch.setattr(varlen_api, "_runs_compiled", lambda *_: True)
 
 

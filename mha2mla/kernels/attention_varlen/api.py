@@ -170,7 +170,7 @@ def _attend(
     named = queries | keys | {"v": v}
     tensors = named | {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     tensors |= {} if out is None else {"out": out}
-    sizes = check_tensors([_TENSORS[name] for name in tensors], tensors.values())
+    sizes = check_tensors(tuple(_TENSORS[name] for name in tensors), tensors.values())
     for name, x in named.items():
         if x.shape[2] == 0:
             raise argument_error(f"{name}.shape", tuple(x.shape), "a width of at least 1")

@@ -14,7 +14,7 @@ GQA = PagedOp(
     name="gqa_decode",
     arguments=(
         Argument("q", "B S_q H d_qk"),
-        Argument("k_cache", "P page G d_qk"),
+        Argument("k_cache", "P page G|H d_qk"),
         Argument("v_cache", "P page G d_v"),
     ),
     out=Argument("out", "B S_q H d_v"),

@@ -374,7 +374,7 @@ def decodes_codes(
     sizes |= {"page": page_size, "S_q": seqlen_q, "row": code_bytes(g.kv_lora_rank, g.latent_bits, g.latent_group)}
     op = _OPS[torch.uint8, g.has_rope_cache]
     served = dispatch(op, None, *[sizes[name] for name in op.static], dtype, torch.device(device))
-    return served is not None and served.choice.kernel != "codes_portable"
+    return served is not None and served[1].kernel != "codes_portable"
 
 
 def plan_mla_decode(

@@ -273,12 +273,12 @@ def make_streaming(k: Static, types: MLATypes, consume, make_keys=None, stream_c
     @T.macro
     def body(call):
         with T.Kernel(k.tiling.num_tiles * ctas, types.num_ctas, threads=k.choice.threads, **cluster) as (y, cta):
-            if k.source:
+            if len(k.source) > 0:
                 T.import_source(k.source)
             if k.choice.ctas_per_sm > 1:
                 T.annotate_min_blocks_per_sm(k.choice.ctas_per_sm)
             m = Buffers(**k.allocate())
-            if k.swizzled:
+            if len(k.swizzled) > 0:
                 T.annotate_layout({getattr(m, x): make_full_bank_swizzled_layout(getattr(m, x)) for x in k.swizzled})
             thread = T.get_thread_binding()
             half = y % CLUSTER if k.clustered else 0

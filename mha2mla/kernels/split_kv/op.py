@@ -6,21 +6,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pkgutil import resolve_name
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mha2mla.kernels.ops import (
     Argument,
-    Layout,
     accumulator,
-    argument_error,
     capability,
     check_aligned,
     check_backend,
-    check_float,
     check_scale,
+    check_tensors,
     dtype_name,
     in_plain_eager_mode,
     load,
@@ -34,7 +32,7 @@ from mha2mla.kernels.split_kv.plan import DecodePlan, allocate_plan, check_spans
 INDICES = (
     Argument("block_table", "(B max_pages)", torch.int32),
     Argument("cache_seqlens", "(B)", torch.int32),
-    Argument("cache_starts", "(B)", torch.int32),
+    Argument("cache_starts", "(B)", torch.int32, optional=True),
 )
 # Schema of every op behind its own tensors, and of the form that writes into given tensors behind that.
 _CALL = "Tensor block_table, Tensor cache_seqlens, Tensor? cache_starts, float softmax_scale, bool causal, str? backend"
@@ -46,21 +44,11 @@ _REFUSALS = (AttributeError, RuntimeError, TypeError, ValueError)
 _NO_PLAN = (-1, 0, None, None, None, None)
 
 
-class Sizes(NamedTuple):
-    """Sizes of a call's tensors: the output's shape, those of a compiled kernel, tokens of a page, and all by name."""
-
-    out: tuple[int, ...]
-    static: tuple[int, ...]
-    page: int
-    by_name: dict[str, int]
-
-
 @dataclass(frozen=True, eq=False)
 class PagedOp:
     """An attention op over a paged cache, declared: ``mha2mla::name`` and ``mha2mla::name_out`` are registered by it.
 
-    Sizes that each op has, by these names: B sequences, S_q new tokens, H query heads, P pages of ``page`` tokens. G,
-    if there is one, divides H.
+    Sizes that each op has, by these names: B sequences, S_q new tokens, H query heads, P pages of ``page`` tokens.
 
     Attributes:
         name: of the op.
@@ -142,7 +130,7 @@ class PagedOp:
         """Checks and runs the op; ``data`` and ``numbers`` as declared, the others as in
         :func:`mha2mla.kernels.mla_decode`. ``through``, in plain eager mode with a plan for kernels: as ``Launch``."""
         like, indices = None, (block_table, cache_seqlens, cache_starts)
-        if plan is not None and in_plain_eager_mode(data[0]):
+        if plan is not None and plan.num_ctas and in_plain_eager_mode(data[0]):
             try:
                 # The checks of one call with a plan hold for another with the same properties; the kernels' host code
                 # checks the rest of each call in C: devices, dtypes, and the sizes that their signatures name.
@@ -156,43 +144,26 @@ class PagedOp:
                     return (made, lse) if return_lse else made
             except _REFUSALS:
                 pass  # by kernels or torch: the checks say why
-        out, lse, launch = self._checked(
-            data, indices, softmax_scale, causal, backend, plan, out, return_lse, numbers, through
-        )
-        if launch is not None and like is not None:
-            plan.memory.keep(indices, like, launch)
-        return (out, lse) if return_lse else out
-
-    def _checked(
-        self, data: tuple[Tensor | None, ...], indices: tuple[Tensor | None, ...], softmax_scale: float, causal: bool,
-        backend: str | None, plan: DecodePlan | None, out: Tensor | None, return_lse: bool, numbers: tuple[float, ...],
-        through: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Tensor, Tensor, Any]:  # fmt: skip
-        """A call of which nothing is known: out, lse, and what an eager one launched."""
-        check_backend(backend)
         check_scale(softmax_scale)
-        tensors = (*data, *indices, out)
-        layouts = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
-        # Dynamo traces the check itself: its sizes may be symbols, which cannot be remembered.
-        sizes = (_check if torch.compiler.is_compiling() else _check_once)(self, *layouts)
+        written = ((), ()) if out is None else ((self.out,), (out,))
+        sizes = check_tensors((*self.arguments, *INDICES, *written[0]), (*data, *indices, *written[1]), is_paged=True)
         call = (*data, *numbers, *indices, softmax_scale, causal, backend)
         if plan is None and out is None:
-            return (*getattr(torch.ops.mha2mla, self.name)(*call), None)
-        out = data[0].new_empty(sizes.out) if out is None else out
-        buffers = _NO_PLAN
+            made, lse = getattr(torch.ops.mha2mla, self.name)(*call)
+            return (made, lse) if return_lse else made
+        out = data[0].new_empty(self._out_shape(sizes)) if out is None else out
         if plan is not None:
-            plan.check(out, indices[0], sizes.page, causal)
-            buffers = plan.buffers
+            plan.check(out, block_table, sizes["page"], causal)
+        buffers = _NO_PLAN if plan is None else plan.buffers
         eager = in_plain_eager_mode(data[0])  # the dispatcher costs as much as the kernel's launch
         lse = plan.lse if eager and plan is not None and not return_lse else None
         lse = _empty_lse(out, out.shape) if lse is None else lse
-        if eager:
-            launch = self._run(sizes, *call, *buffers, out, lse, through=through)
-            if launch is not None and return_lse:  # calls like it may not write to this caller's
-                launch = replace(launch, lse=torch.empty_like(lse))
-            return out, lse, launch
-        getattr(torch.ops.mha2mla, f"{self.name}_out")(*call, *buffers, out, lse)
-        return out, lse, None
+        if not eager:
+            getattr(torch.ops.mha2mla, f"{self.name}_out")(*call, *buffers, out, lse)
+        elif (launch := self._run(sizes, *call, *buffers, out, lse, through=through)) is not None and like is not None:
+            # Calls like it may not write to this caller's lse.
+            plan.memory.keep(indices, like, replace(launch, lse=torch.empty_like(lse)) if return_lse else launch)
+        return (out, lse) if return_lse else out
 
     def plan(
         self,
@@ -209,14 +180,13 @@ class PagedOp:
     ) -> DecodePlan:
         """A plan for calls of these ``sizes``, by name; of the query, dtype and device are looked at. Not filled where
         ``cache_seqlens`` is None."""
-        check_backend(backend)
         check_window(window, sinks)
         check_splits(num_splits, sizes["B"])
         num_ctas = self.num_ctas(backend, *[sizes[name] for name in self.static], query.dtype, query.device)
         if num_ctas and num_splits is not None:
             num_ctas = max(1, sizes["B"] * num_splits)
         plan = allocate_plan(
-            tuple([sizes[name] for name in self.out.names]), num_ctas, block_table.shape[1] * sizes["page"], causal,
+            self._out_shape(sizes), num_ctas, block_table.shape[1] * sizes["page"], causal,
             window, sinks, query.device, num_splits or 0,
         )  # fmt: skip
         if cache_seqlens is not None:
@@ -228,7 +198,7 @@ class PagedOp:
         """Blocks of the kernel per tile of query rows: what is resident at once; 0 where the reference serves. ``call``
         as in :func:`dispatch`. Dynamo takes the answer and does not trace how it was found."""
         served = dispatch(self, backend, *call)
-        return 0 if served is None else served.choice.num_ctas(num_sms(call[-1]))
+        return 0 if served is None else served[1].num_ctas(num_sms(call[-1]))
 
     def choose(self, shape: Any, device: torch.device) -> Any:
         """The choice of ``select`` for a device. Raises ValueError as it does."""
@@ -253,16 +223,15 @@ class PagedOp:
                 return str(error)
         return why
 
-    def _sizes(self, by_name: dict[str, int]) -> Sizes:
-        out, static = ([by_name[name] for name in names] for names in (self.out.names, self.static))
-        return Sizes(tuple(out), tuple(static), by_name["page"], by_name)
+    def _out_shape(self, sizes: dict[str, int]) -> tuple[int, ...]:
+        return tuple([sizes[name] for name in self.out.names])
 
-    def _sizes_of(self, data: tuple[Any, ...]) -> Sizes:
+    def _sizes_of(self, data: tuple[Any, ...]) -> dict[str, int]:
         """The sizes of ``arguments``, which have been checked; what follows them is not looked at."""
-        return self._sizes({name: data[index].shape[dim] for name, (index, dim) in self.places.items()})
+        return {name: data[index].shape[dim] for name, (index, dim) in self.places.items()}
 
     def _empty(self, *call: Any) -> tuple[Tensor, Tensor]:
-        out = call[0].new_empty(self._sizes_of(call).out)
+        out = call[0].new_empty(self._out_shape(self._sizes_of(call)))
         return out, _empty_lse(out, out.shape)
 
     def _decode(self, *call: Any) -> tuple[Tensor, Tensor]:
@@ -274,7 +243,7 @@ class PagedOp:
         self._run(self._sizes_of(call), *call)
 
     def _run(
-        self, sizes: Sizes, *call: Any, through: tuple[Tensor, Tensor] | None = None
+        self, sizes: dict[str, int], *call: Any, through: tuple[Tensor, Tensor] | None = None
     ) -> Callable[..., None] | None:
         """Runs a checked call; what was launched, for calls like it."""
         count = len(self.arguments)
@@ -284,9 +253,9 @@ class PagedOp:
         )
         schedule, splits = buffers[:2]
         query = data[0]
-        served = dispatch(self, backend, *sizes.static, query.dtype, query.device)
+        served = dispatch(self, backend, *[sizes[name] for name in self.static], query.dtype, query.device)
         if served is None:
-            check_spans(schedule, splits, cache_seqlens, cache_starts, block_table.shape[1] * sizes.page)
+            check_spans(schedule, splits, cache_seqlens, cache_starts, block_table.shape[1] * sizes["page"])
             made = load(self.reference)(
                 **dict(zip((*self.names, *self.numbers), (*data, *numbers), strict=True)), block_table=block_table,
                 cache_seqlens=cache_seqlens, softmax_scale=softmax_scale, causal=causal, cache_starts=cache_starts,
@@ -297,7 +266,7 @@ class PagedOp:
             return None
         check_aligned(out=out, **dict(zip(self.names, data, strict=True)))
         if schedule is None:
-            plan = self.plan(sizes.by_name, query, block_table, cache_seqlens, cache_starts, causal, None, 0, backend)
+            plan = self.plan(sizes, query, block_table, cache_seqlens, cache_starts, causal, None, 0, backend)
             window, sinks, *buffers = plan.buffers
         elif schedule.shape[0] == 0:
             raise ValueError(
@@ -314,40 +283,15 @@ def _empty_lse(like: Tensor, shape: Sequence[int]) -> Tensor:
     return like.new_empty(batch, heads, seqlen_q, dtype=accumulator(like.dtype))
 
 
-def _check(op: PagedOp, *layouts: tuple | None) -> Sizes:
-    """Everything that the host can know of an op's tensors, each given as the fields of Layout: its arguments,
-    block_table, cache_seqlens, cache_starts and out."""
-    query, name, sizes = Layout(*layouts[0]), op.arguments[0].name, {}
-    check_float(f"{name}.dtype", query.dtype)
-    pairs = zip((*op.arguments, *INDICES, op.out), layouts, strict=True)
-    for argument, layout in sorted(pairs, key=lambda pair: pair[0].optional):
-        if layout is not None:
-            argument.check(Layout(*layout), query, name, sizes)
-    if "G" in op.places and (sizes["G"] < 1 or sizes["H"] % sizes["G"]):
-        index, dim = op.places["G"]
-        was = f"{op.arguments[index].name}.shape[{dim}] (G)"
-        raise argument_error(was, sizes["G"], f"a divisor of H={sizes['H']}")
-    return op._sizes(sizes)
-
-
-_check_once = lru_cache(maxsize=4096)(_check)  # a decode loop asks in every layer
-
-
 def compiled_shape(shape: Any) -> Any:
     """The shape whose kernels serve ``shape``: S_q is rounded up to a number that kernels are compiled for."""
     return replace(shape, seqlen_q=next(size for size in SEQLENS_Q if size >= shape.seqlen_q))
 
 
-class Served(NamedTuple):
-    """The shape to compile for, and the kernel of ``PagedOp.select``."""
-
-    shape: Any
-    choice: Any
-
-
 @lru_cache(maxsize=4096)
-def dispatch(op: PagedOp, backend: str | None, *call: Any) -> Served | None:
-    """The one selection of a call's kernel, cached; None where the reference serves.
+def dispatch(op: PagedOp, backend: str | None, *call: Any) -> tuple[Any, Any] | None:
+    """The one selection of a call's kernel, cached: shape to compile and choice of ``op.select``; None where the
+    reference serves.
 
     Args:
         op: that is called.
@@ -355,15 +299,16 @@ def dispatch(op: PagedOp, backend: str | None, *call: Any) -> Served | None:
         call: the sizes ``op.static``, the query's dtype and device.
 
     Raises:
-        ValueError: with the reason, if ``backend`` is "tilelang" and no kernel serves the call.
+        ValueError: ``backend`` is unknown, or "tilelang" and no kernel serves the call, for which the reason is given.
     """
+    check_backend(backend)
     if backend == "reference":
         return None
     *sizes, dtype, device = call
     shape = op.shape(*sizes, dtype_name(dtype))
     why = op.explain(shape, device)
     if why is None:
-        return Served(compiled_shape(shape), op.choose(compiled_shape(shape), device))
+        return compiled_shape(shape), op.choose(compiled_shape(shape), device)
     if backend == "tilelang":
         raise ValueError(f"backend is 'tilelang', which refuses this call: {why}")
     return None

@@ -14,7 +14,7 @@ import torch
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import GroupQuantizer, decodes_codes, mla_decode
 from mha2mla.kernels.mla_decode.api import GROUP_CODES, LATENT_CODES
-from mha2mla.kernels.mla_decode.codes_selection import code_of, coded_shape, refusal, select_kernel
+from mha2mla.kernels.mla_decode.codes_selection import code_of, refusal, select_kernel
 from mha2mla.kernels.split_kv.choice import tile_rows
 from mha2mla.testing.problems import GroupCodesProblem, LatentCodesProblem, exact
 from tests.few import few
@@ -81,7 +81,7 @@ def test_codes_are_decoded_where_that_beat_a_copy():
         assert decodes_codes(made, *call, "cuda", row["S_q"])
         assert not decodes_codes(made, *call, "cpu") and not decodes_codes(kept, *call, "cpu")
         assert not decodes_codes(replace(kept, latent_bits=16), *call, "cuda")
-        shape = coded_shape(row["H"], 1, row["d_c"], row["d_r"], row["page"], 1, row["row"], "bfloat16")
+        shape = GROUP_CODES.shape(row["H"], 1, row["d_c"], row["d_r"], row["page"], 1, row["row"], "bfloat16")
         assert bits == 8 or select_kernel(shape, 90).kernel == row["kernel"]
     assert len(timed) == 10 and all(row["us"] < 0.6 * row["copy_us"] for row in timed)
     for width, rope in ((32, 128), (512, 128), (1024, 64)):  # docs/limits.md
@@ -142,8 +142,8 @@ def test_refusals_name_the_argument(change, message):
 
 
 def test_other_rows_are_refused():
-    assert "has 99 bytes" in refusal(coded_shape(4, 1, 64, 8, 64, 1, 99, "bfloat16"))
-    assert refusal(coded_shape(4, 1, 64, 8, 64, 1, 40, "bfloat16")) is None
+    assert "has 99 bytes" in refusal(GROUP_CODES.shape(4, 1, 64, 8, 64, 1, 99, "bfloat16"))
+    assert refusal(GROUP_CODES.shape(4, 1, 64, 8, 64, 1, 40, "bfloat16")) is None
 
 
 CHOSEN = [

@@ -37,10 +37,10 @@ def test_no_block_of_a_cluster_reads_before_it_waits():
     """TileLang launches every cluster as a programmatic dependent: it may begin before the kernel before has ended."""
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernels.mla_decode.api import LATENT, MLA
-    from mha2mla.kernels.mla_decode.selection import DecodeShape, latent_shape, select_kernel
+    from mha2mla.kernels.mla_decode.selection import DecodeShape, select_kernel
     from mha2mla.kernels.split_kv.combine_w_uv import make_combine_w_uv
 
-    wide, latent = DecodeShape(32, 8, 896, 16, 64, 1, "bfloat16"), latent_shape(32, 1024, 64, 64, 1, "bfloat16")
+    wide, latent = DecodeShape(32, 8, 896, 16, 64, 1, "bfloat16"), LATENT.shape(32, 1024, 64, 64, 1, "bfloat16")
     for function, given in (
         (MLA.make_split(wide, select_kernel(wide, 90)), "schedule"),
         (LATENT.make_split(latent, select_kernel(latent, 90, has_rope_cache=False)), "schedule"),
