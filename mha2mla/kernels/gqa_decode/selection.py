@@ -59,19 +59,6 @@ def refusal(shape: GQAShape) -> str | None:
     )
 
 
-def streamed_shared_memory(tiling: RowTiling, qk_head_dim: int, v_head_dim: int, num_stages: int) -> int:
-    """Bytes of shared memory that ``streamed`` allocates (16-bit elements), with 1 KiB for alignment and barriers."""
-    qk_cols, v_cols = padded_columns(qk_head_dim), padded_columns(v_head_dim)
-    return 2 * (num_stages * 64 * (qk_cols + v_cols) + tiling.rows * (qk_cols + 64)) + 16 * tiling.rows + 1024
-
-
-def portable_shared_memory(tiling: RowTiling, qk_head_dim: int, v_head_dim: int, block_tokens: int) -> int:
-    """Bytes of shared memory that ``portable`` allocates (16-bit elements), with 2 KiB for alignment."""
-    qk_cols, v_cols = padded_columns(qk_head_dim), padded_columns(v_head_dim)
-    weights = block_tokens * tiling.rows * 2 + (block_tokens // 16 + 1) * tiling.rows * 4
-    return 2 * (block_tokens * (qk_cols + v_cols) + tiling.rows * qk_cols) + weights + 2048
-
-
 def _registers(tiling: RowTiling, v_head_dim: int, block_tokens: int = 64) -> int:
     """A thread's: output, scores, denominators, what is kept per row (3 numbers of every fourth row), and the rest."""
     accumulators = (padded_columns(v_head_dim) + 2 * block_tokens) * tiling.rows // 128
@@ -80,8 +67,10 @@ def _registers(tiling: RowTiling, v_head_dim: int, block_tokens: int = 64) -> in
 
 def _streamed(shape: GQAShape, tiling: RowTiling, limit: int):
     """(rank, choice or None, bytes); few tiles (each reads the cache again), enough bytes in flight, then CTAs."""
+    qk_cols, v_cols = padded_columns(shape.qk_head_dim), padded_columns(shape.v_head_dim)
     for ctas_per_sm, num_stages in product((1, 2, 3, 4), (8, 6, 4, 3, 2)):
-        used = streamed_shared_memory(tiling, shape.qk_head_dim, shape.v_head_dim, num_stages)
+        # of 16-bit elements, with 1 KiB for alignment and barriers
+        used = 2 * (num_stages * 64 * (qk_cols + v_cols) + tiling.rows * (qk_cols + 64)) + 16 * tiling.rows + 1024
         registers = REGISTERS // (ctas_per_sm * STREAMED_THREADS) // 8 * 8
         fits = (
             used <= limit
@@ -100,15 +89,17 @@ def _streamed(shape: GQAShape, tiling: RowTiling, limit: int):
 
 def _portable(shape: GQAShape, tiling: RowTiling, limit: int):
     tiling = replace(tiling, rows=max(16, tiling.rows))  # two mma.sync of 8 columns side by side
+    qk_cols, v_cols, rows = padded_columns(shape.qk_head_dim), padded_columns(shape.v_head_dim), tiling.rows
     for block in (64, 32):
-        used = portable_shared_memory(tiling, shape.qk_head_dim, shape.v_head_dim, block)
+        weights = block * rows * 2 + (block // 16 + 1) * rows * 4
+        used = 2 * (block * (qk_cols + v_cols) + rows * qk_cols) + weights + 2048  # with 2 KiB for alignment
         fits = used <= limit and _registers(tiling, shape.v_head_dim, block) <= 240
         choice = KernelChoice(
             "portable", tiling, block,
-            reason=f"portable: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {block} tokens a step, "
-            f"{used} bytes of shared memory",
+            reason=f"portable: {tiling.num_tiles} tile(s) of {rows} rows, {block} tokens a step, {used} bytes of shared"
+            " memory",
         )  # fmt: skip
-        yield (1, tiling.num_tiles, -block, tiling.rows), choice if fits else None, used
+        yield (1, tiling.num_tiles, -block, rows), choice if fits else None, used
 
 
 def list_kernels(shape: GQAShape, capability: int) -> list[KernelChoice]:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import Any
 
 from mha2mla.geometry import LATENT_GROUPS, code_bytes
 from mha2mla.kernels.mla_decode import selection
-from mha2mla.kernels.mla_decode.selection import DecodeShape, key_blocks, padded_latent_columns, rope_blocks
+from mha2mla.kernels.mla_decode.selection import (
+    Candidates,
+    DecodeShape,
+    candidate,
+    key_blocks,
+    padded_latent_columns,
+    portable_choices,
+    rope_blocks,
+)
 from mha2mla.kernels.split_kv.choice import (
     HOPPER,
     KernelChoice,
@@ -56,15 +62,6 @@ def refusal(shape: CodedShape, *, has_rope_cache: bool = True) -> str | None:
     return first_refusal((own,)) or selection.refusal(shape, has_rope_cache=has_rope_cache)
 
 
-def portable_choices(shape: CodedShape, tiling: RowTiling, capability: int, limit: int) -> selection.Candidates:
-    """``swap_ab`` whose tiles threads dequantise from global memory."""
-    for rank, choice, used in selection._swap_ab(shape, tiling, capability, limit):
-        if choice is not None:
-            words = choice.reason.replace("swap_ab", "codes_portable")
-            choice = selection.replace(choice, kernel="codes_portable", reason=words)
-        yield rank, choice, used
-
-
 def registers_of(
     needed: int, roles: int, wideners: int, resident: int, loading: int, makers: int = 0, key: int = 0
 ) -> tuple[int, ...] | None:
@@ -90,126 +87,121 @@ def key_registers(needed: int, columns: int, makers: int, wideners: int, residen
     return next((registers for registers in each if registers), None)
 
 
-def ws_choices(shape: CodedShape, tiling: RowTiling, limit: int) -> selection.Candidates:
+def ws_choices(shape: CodedShape, tiling: RowTiling, limit: int) -> Candidates:
     """Few tiles first, then tiles in flight (to two), then two CTAs or two warpgroups that dequantise."""
     latent = padded_latent_columns(shape.kv_lora_rank, 128)
     rope = rope_blocks(tiling, shape.qk_rope_head_dim)
     if tiling.rows > 32 or shape.kv_lora_rank > selection.WIDE_LATENT or rope.block_rows < tiling.rows:
         return
-    needed = selection._accumulators(latent, tiling.rows, 64, 128) + selection.CONSUMER_OVERHEAD
+    needed = selection.accumulators(latent, tiling.rows, 64, 128) + selection.CONSUMER_OVERHEAD
     for resident, num_stages, rope_stages, pieces in product((2, 1), (3, 2), (4, 3, 2), (16, 12, 8, 6, 4, 3, 2)):
         wideners = 1 if resident == 2 else 2
         used = selection.swap_ab_ws_shared_memory(tiling, rope, shape.kv_lora_rank, num_stages, rope_stages)
         used += pieces * (PIECE * shape.row_bytes + 16) + 1024
         registers = registers_of(needed, 2 + wideners, wideners, resident, LOADING_REGISTERS[resident])
-        choice = selection._choice(
+        in_flight = resident * min(pieces, 4 * rope_stages // rope.chunks_per_block)
+        yield candidate(
+            (0, tiling.num_tiles, tiling.rows, -min(8, in_flight), -resident, -in_flight, -num_stages, used),
+            registers is not None and resident * (used + 1024) <= limit + 1024,
             "codes_ws", tiling, used,
             f"{wideners} warpgroup(s) dequantise, {num_stages} latent and {rope_stages} rope stages, {pieces} pieces of"
             f" {PIECE} coded rows, {resident} CTA(s) a multiprocessor",
             num_stages=num_stages, rope_stages=rope_stages, threads=128 * (2 + wideners), ctas_per_sm=resident,
-            registers=registers or (), code_stages=pieces,
+            registers=registers, code_stages=pieces,
         )  # fmt: skip
-        fits = registers is not None and resident * (used + 1024) <= limit + 1024
-        in_flight = resident * min(pieces, 4 * rope_stages // rope.chunks_per_block)
-        rank = (0, tiling.num_tiles, tiling.rows, -min(8, in_flight), -resident, -in_flight, -num_stages, used)
-        yield rank, choice if fits else None, used
 
 
-def cluster_choices(shape: CodedShape, tiling: RowTiling, limit: int) -> selection.Candidates:
+def cluster_choices(shape: CodedShape, tiling: RowTiling, limit: int) -> Candidates:
     """For wider latents, of which each CTA of two has a half; a ring of two tiles, or one and a half."""
     cut = selection.halve(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, "narrow")  # wide pieces: not tried
     wide = shape.kv_lora_rank > selection.WIDE_LATENT and shape.kv_lora_rank == selection.CLUSTER * cut.columns
     if tiling.rows > 32 or not wide or cut.rope_columns > selection.MAX_ROPE_HALF:
         return
     scores = 64 * tiling.rows // 128
-    needed = selection._accumulators(cut.columns, tiling.rows, 64, 128) + scores + selection.CONSUMER_OVERHEAD
+    needed = selection.accumulators(cut.columns, tiling.rows, 64, 128) + scores + selection.CONSUMER_OVERHEAD
     registers = registers_of(needed, 4, 2, 1, LOADING_REGISTERS[1])
     for halves, rope_stages, pieces in product((4, 3), (4, 3, 2), (8, 6, 4, 3, 2)):
         num_stages = halves * cut.units // 2
         used = selection.cluster_shared_memory(tiling, cut, num_stages, rope_stages)
         used += pieces * (PIECE * shape.row_bytes + 16) + 1024
-        choice = selection._choice(
+        yield candidate(
+            (0, tiling.num_tiles, tiling.rows, -min(3, pieces), -halves, -pieces, -rope_stages),
+            registers is not None and used <= limit,
             "codes_cluster", tiling, used,
             f"{selection.CLUSTER} x {cut.columns} columns, 2 warpgroups dequantise, {num_stages} parts of {cut.unit}"
             f" columns, {rope_stages} rope stages, {pieces} pieces of {PIECE} coded rows",
             num_stages=num_stages, rope_stages=rope_stages, threads=512, cluster_size=selection.CLUSTER,
-            variant="narrow", registers=registers or (), code_stages=pieces,
+            variant="narrow", registers=registers, code_stages=pieces,
         )  # fmt: skip
-        rank = (0, tiling.num_tiles, tiling.rows, -min(3, pieces), -halves, -pieces, -rope_stages)
-        yield rank, choice if registers is not None and used <= limit else None, used
 
 
-def latent_ws_choices(shape: CodedShape, tiling: RowTiling, limit: int) -> selection.Candidates:
+def latent_ws_choices(shape: CodedShape, tiling: RowTiling, limit: int) -> Candidates:
     """:func:`ws_choices` with warpgroups that make keys, which leave fewer registers: few tiles first, then tiles
     in flight, then two CTAs or two warpgroups that dequantise."""
     latent, blocks = padded_latent_columns(shape.kv_lora_rank, 128), key_blocks(tiling, shape.qk_rope_head_dim)
     makers = blocks.chunks_per_block
     if shape.kv_lora_rank > selection.WIDE_LATENT:
         return
-    needed = selection._accumulators(latent, tiling.rows, 64, 128) + selection.CONSUMER_OVERHEAD
+    needed = selection.accumulators(latent, tiling.rows, 64, 128) + selection.CONSUMER_OVERHEAD
     sizes = product(((2, 1), (1, 2), (1, 1)), (3, 2), (3 * makers, 2 * makers), (16, 12, 8, 6, 4, 3, 2))
     for (resident, wideners), num_stages, rope_stages, pieces in sizes:
         used = selection.swap_ab_ws_shared_memory(tiling, blocks, shape.kv_lora_rank, num_stages, rope_stages)
         used += pieces * (PIECE * shape.row_bytes + 16) + 1024
         registers = key_registers(needed, shape.kv_lora_rank, makers, wideners, resident)
-        choice = selection._choice(
+        ctas, in_flight = -resident, resident * pieces
+        yield candidate(
+            (0, tiling.num_tiles, tiling.rows, -min(8, in_flight), ctas * wideners, ctas, -in_flight, used),
+            registers is not None and resident * (used + 1024) <= limit + 1024,
             "codes_latent_ws", tiling, used,
             f"{makers} warpgroup(s) make keys, {wideners} dequantise, {num_stages} latent and {rope_stages} rope"
             f" stages, {pieces} pieces of {PIECE} coded rows, {resident} CTA(s) a multiprocessor",
             num_stages=num_stages, rope_stages=rope_stages, threads=128 * (2 + makers + wideners),
-            ctas_per_sm=resident, registers=registers or (), code_stages=pieces,
+            ctas_per_sm=resident, registers=registers, code_stages=pieces,
         )  # fmt: skip
-        fits = registers is not None and resident * (used + 1024) <= limit + 1024
-        ctas, in_flight = -resident, resident * pieces
-        rank = (0, tiling.num_tiles, tiling.rows, -min(8, in_flight), ctas * wideners, ctas, -in_flight, used)
-        yield rank, choice if fits else None, used
 
 
-def latent_cluster_choices(shape: CodedShape, tiling: RowTiling, limit: int) -> selection.Candidates:
+def latent_cluster_choices(shape: CodedShape, tiling: RowTiling, limit: int) -> Candidates:
     """Behind :func:`latent_ws_choices` where that takes as few tiles; a ring of two tiles, or one and a half."""
     cut, makers = selection.halve(tiling, shape.kv_lora_rank, 8), -(-shape.qk_rope_head_dim // selection.KEY_TILE)
-    needed = selection._accumulators(cut.columns, tiling.rows, 64, 128) + 64 * tiling.rows // 128
+    needed = selection.accumulators(cut.columns, tiling.rows, 64, 128) + 64 * tiling.rows // 128
     registers = key_registers(needed + selection.CONSUMER_OVERHEAD, cut.columns, makers, 1, 1)
     for halves, rope_stages, pieces in product((4, 3), (3 * makers, 2 * makers), (8, 6, 4, 3, 2)):
         num_stages = max(cut.units + 1, halves * cut.units // 2)
         rope = (makers * selection.KEY_TILE, selection.KEY_TILE)
         used = selection.cluster_shared_memory(tiling, cut, num_stages, rope_stages, rope)
         used += pieces * (PIECE * shape.row_bytes + 16) + 1024
-        choice = selection._choice(
+        yield candidate(
+            (0, tiling.num_tiles, tiling.rows, 0, 0, -min(3, pieces), -halves, -pieces, -rope_stages),
+            registers is not None and used <= limit,
             "codes_latent_cluster", tiling, used,
             f"{selection.CLUSTER} x {cut.columns} columns, {makers} warpgroup(s) make keys, 1 dequantises, {num_stages}"
             f" parts of {cut.unit} columns, {rope_stages} rope stages, {pieces} pieces of {PIECE} coded rows",
             num_stages=num_stages, rope_stages=rope_stages, threads=128 * (3 + makers), cluster_size=selection.CLUSTER,
-            registers=registers or (), code_stages=pieces,
+            registers=registers, code_stages=pieces,
         )  # fmt: skip
-        rank = (0, tiling.num_tiles, tiling.rows, 0, 0, -min(3, pieces), -halves, -pieces, -rope_stages)
-        yield rank, choice if registers is not None and used <= limit else None, used
 
 
-def _latent_candidates(shape: CodedShape, capability: int, limit: int) -> selection.Candidates:
-    if capability != HOPPER:
+def _candidates(shape: CodedShape, capability: int, limit: int, has_rope_cache: bool) -> Candidates:
+    if not has_rope_cache and capability != HOPPER:
         raise ValueError(f"the GPU has compute capability {capability / 10}; kernels that make keys of codes need 9.0")
     for max_rows in (32, 16):
-        tiling = tile_rows(shape.heads, 1, shape.seqlen_q, max_rows, 1)
-        yield from latent_ws_choices(shape, tiling, limit)
-        yield from latent_cluster_choices(shape, tiling, limit)
-
-
-def _candidates(shape: CodedShape, capability: int, limit: int) -> Iterator[tuple[Any, KernelChoice | None, int]]:
-    for max_rows in (32, 16):
-        for max_groups in (128, 64, 32, 16, 8, 4, 2, 1):
+        for max_groups in (128, 64, 32, 16, 8, 4, 2, 1) if has_rope_cache else (1,):
             tiling = tile_rows(shape.heads, shape.num_rope_heads, shape.seqlen_q, max_rows, max_groups)
+            if not has_rope_cache:
+                yield from latent_ws_choices(shape, tiling, limit)
+                yield from latent_cluster_choices(shape, tiling, limit)
+                continue
             if capability == HOPPER:
                 yield from ws_choices(shape, tiling, limit)
                 yield from cluster_choices(shape, tiling, limit)
-            yield from portable_choices(shape, tiling, capability, limit)
+            yield from portable_choices(shape, tiling, capability, limit, "codes_portable")
 
 
 def list_kernels(shape: CodedShape, capability: int, *, has_rope_cache: bool = True) -> list[KernelChoice]:
     """Every configuration that fits the device, the one that the rule would choose first. Raises ValueError as
     :func:`mha2mla.kernels.mla_decode.selection.list_kernels`."""
-    candidates = _candidates if has_rope_cache else _latent_candidates
-    return rank_choices(shape, capability, candidates(shape, capability, shared_memory_limit(capability)))
+    limit = shared_memory_limit(capability)
+    return rank_choices(shape, capability, _candidates(shape, capability, limit, has_rope_cache))
 
 
 @lru_cache(maxsize=4096)

@@ -233,26 +233,6 @@ def swap_ab_ws_shared_memory(
     return 2 * (queries + rings + 64 * tiling.rows) + 16 * tiling.rows + 1024
 
 
-def heads_on_m_shared_memory(tiling: RowTiling, kv_lora_rank: int, qk_rope_head_dim: int, num_stages: int) -> int:
-    """Bytes of shared memory that ``heads_on_m`` allocates (16-bit elements), with 1 KiB for alignment and barriers."""
-    latent = padded_latent_columns(kv_lora_rank, HEADS_ON_M_THREADS)
-    rope = padded_rope_columns(tiling.groups_per_tile * qk_rope_head_dim)
-    return 2 * ((tiling.rows + num_stages * 64) * (latent + rope) + tiling.rows * 64) + 12 * tiling.rows + 1024
-
-
-def fp8_shared_memory(
-    tiling: RowTiling, kv_lora_rank: int, qk_rope_head_dim: int, page_size: int, num_stages: int
-) -> int:
-    """Bytes of shared memory that ``fp8`` allocates, with the 1 KiB before its tiles that barriers are in."""
-    panels = -(-kv_lora_rank // 128)
-    rope_panels = -(-(tiling.groups_per_tile * qk_rope_head_dim) // 64)
-    scales = max(1, 64 // page_size) * max(SCALE_BYTES, min(64, page_size) * 4)
-    rings = 2 * num_stages * ((panels + rope_panels) * PANEL_BYTES + scales)
-    queries = tiling.rows * 128 * (2 * panels + rope_panels)
-    weights_and_exchange = 2 * tiling.rows * 128 + tiling.rows * 512
-    return rings + queries + weights_and_exchange + 44 * tiling.rows + 1024
-
-
 def column_of_code(d):
     """Where in its row a query column must stand to meet latent column ``d``; ``d`` may be an expression.
 
@@ -263,56 +243,54 @@ def column_of_code(d):
     return d // 16 * 16 + d % 16 // 4 * 2 + d % 4 // 2 * 8 + d % 2
 
 
-def portable_shared_memory(
-    tiling: RowTiling, shape: DecodeShape, block_tokens: int, threads: int, weight_columns: int
-) -> int:
-    """Bytes of shared memory that ``latent_portable`` allocates for 16-bit elements."""
-    half = padded_rope_columns(shape.qk_rope_head_dim // 2)
-    shared = swap_ab_shared_memory(tiling, shape.kv_lora_rank, 2 * half, block_tokens, threads)
-    return shared + 4 * half * weight_columns + 8 * half * (1 + block_tokens // 16 + 16)
-
-
-def _choice(kernel: str, tiling: RowTiling, used: int, words: str, **fields: Any) -> KernelChoice:
-    """A choice, and the reason with its numbers."""
+def candidate(
+    rank: tuple, fits: bool, kernel: str, tiling: RowTiling, used: int, words: str, **fields: Any
+) -> tuple[tuple, KernelChoice | None, int]:
+    """One of :data:`Candidates`, whose reason has the numbers."""
+    if not fits:
+        return rank, None, used
     name = f"{kernel} ({fields['variant']})" if kernel == "heads_on_m" else kernel
-    tiles = f"{tiling.num_tiles} tile(s) of {tiling.rows} rows"
-    return KernelChoice(
-        kernel, tiling, reason=f"{name}: {tiles}, {words}, {used} bytes of shared memory a CTA", **fields
-    )
+    reason = f"{name}: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {words}, {used} bytes of shared memory a CTA"
+    return rank, KernelChoice(kernel, tiling, reason=reason, **fields), used
 
 
-def _accumulators(latent_columns: int, rows: int, block: int, threads: int) -> int:
+def accumulators(latent_columns: int, rows: int, block: int, threads: int) -> int:
     """Registers a thread needs for the output, the scores and the denominators."""
     return (latent_columns + 2 * block) * rows // threads
 
 
-def _swap_ab(shape: DecodeShape, tiling: RowTiling, capability: int, limit: int) -> Candidates:
+def portable_choices(
+    shape: DecodeShape, tiling: RowTiling, capability: int, limit: int, kernel: str = "swap_ab"
+) -> Candidates:
+    """``swap_ab``, and ``codes_portable``, whose tiles threads dequantise from global memory."""
     threads = 256 if capability == 90 and shape.kv_lora_rank > 128 else 128
     latent = padded_latent_columns(shape.kv_lora_rank, threads)
     for block in (64,) if capability == 90 else (64, 32):
         used = swap_ab_shared_memory(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, block, threads)
-        choice = _choice(
-            "swap_ab", tiling, used, f"{block} tokens a step",
+        yield candidate(
+            (2, tiling.num_tiles, -block, tiling.rows),
+            used <= limit and accumulators(latent, tiling.rows, block, threads) <= 144,
+            kernel, tiling, used, f"{block} tokens a step",
             block_tokens=block, threads=threads, warpgroups=threads // 128,
         )  # fmt: skip
-        fits = used <= limit and _accumulators(latent, tiling.rows, block, threads) <= 144
-        yield (2, tiling.num_tiles, -block, tiling.rows), choice if fits else None, used
 
 
 def _latent_portable(shape: DecodeShape, tiling: RowTiling, capability: int, limit: int) -> Candidates:
     threads = 256 if capability == 90 and shape.kv_lora_rank > 128 else 128
     latent = padded_latent_columns(shape.kv_lora_rank, threads)
     half = padded_rope_columns(shape.qk_rope_head_dim // 2)
-    for block in (64,) if capability == 90 else (64, 32):
-        for variant, columns in (("resident", latent), ("streamed", 64)):
-            used = portable_shared_memory(tiling, shape, block, threads, columns)
-            registers = _accumulators(latent, tiling.rows, block, threads) + 2 * block * half // threads
-            choice = _choice(
-                "latent_portable", tiling, used, f"{block} tokens a step, W_KR {variant}",
-                block_tokens=block, threads=threads, warpgroups=threads // 128, variant=variant,
-            )  # fmt: skip
-            rank = (2, tiling.num_tiles, variant == "streamed", -block, tiling.rows)
-            yield rank, choice if used <= limit and registers <= 160 else None, used
+    for block, (variant, columns) in product(
+        (64,) if capability == 90 else (64, 32), (("resident", latent), ("streamed", 64))
+    ):
+        used = swap_ab_shared_memory(tiling, shape.kv_lora_rank, 2 * half, block, threads)
+        used += 4 * half * columns + 8 * half * (1 + block // 16 + 16)
+        registers = accumulators(latent, tiling.rows, block, threads) + 2 * block * half // threads
+        yield candidate(
+            (2, tiling.num_tiles, variant == "streamed", -block, tiling.rows),
+            used <= limit and registers <= 160,
+            "latent_portable", tiling, used, f"{block} tokens a step, W_KR {variant}",
+            block_tokens=block, threads=threads, warpgroups=threads // 128, variant=variant,
+        )  # fmt: skip
 
 
 def _swap_ab_ws(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
@@ -321,18 +299,18 @@ def _swap_ab_ws(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates
     rope = rope_blocks(tiling, shape.qk_rope_head_dim)
     for warpgroups, num_stages, rope_stages in product((1, 2) if tiling.rows == 64 else (1,), (4, 3, 2), (6, 4, 3, 2)):
         used = swap_ab_ws_shared_memory(tiling, rope, shape.kv_lora_rank, num_stages, rope_stages)
-        registers = _accumulators(latent, tiling.rows // warpgroups, 64, 128)
+        registers = accumulators(latent, tiling.rows // warpgroups, 64, 128)
         resident = 2 if 2 * (used + 1024) <= limit + 1024 and registers <= 120 and warpgroups == 1 else 1
         in_flight = min(num_stages * latent + rope_stages * rope.chunk_columns, 2048 // resident)
-        choice = _choice(
+        yield candidate(
+            (0, tiling.num_tiles, tiling.rows, -resident * in_flight, -resident, warpgroups),
+            used <= limit and registers <= 160,
             "swap_ab_ws", tiling, used,
             f"{warpgroups} warpgroup(s), {num_stages} latent and {rope_stages} rope stages, rope scores by "
             f"{rope.num_blocks} product(s), {resident} CTA(s) a multiprocessor",
             num_stages=num_stages, rope_stages=rope_stages, threads=128 * (warpgroups + 1), warpgroups=warpgroups,
             ctas_per_sm=resident,
         )  # fmt: skip
-        rank = (0, tiling.num_tiles, tiling.rows, -resident * in_flight, -resident, warpgroups)
-        yield rank, choice if used <= limit and registers <= 160 else None, used
 
 
 def _swap_ab_cluster(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
@@ -351,16 +329,16 @@ def _swap_ab_cluster(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candi
             continue
         num_stages = max(cut.units + 1, halves * cut.units // 2)
         used = cluster_shared_memory(tiling, cut, num_stages, rope_stages)
-        choice = _choice(
+        behind = variant == "turns" or shape.kv_lora_rank <= WIDE_LATENT
+        yield candidate(
+            (int(behind), tiling.num_tiles, tiling.rows, 0, -num_stages * cut.unit, -cut.unit, -rope_stages),
+            used <= limit,
             "swap_ab_cluster", tiling, used,
             f"{CLUSTER} x {cut.columns} columns, {warpgroups} warpgroup(s), {num_stages} pieces of {cut.unit} columns"
             f" and {rope_stages} rope stages",
             num_stages=num_stages, rope_stages=rope_stages, threads=128 * (warpgroups + 1), warpgroups=warpgroups,
             cluster_size=CLUSTER, variant=variant,
         )  # fmt: skip
-        behind = variant == "turns" or shape.kv_lora_rank <= WIDE_LATENT
-        rank = (int(behind), tiling.num_tiles, tiling.rows, 0, -num_stages * cut.unit, -cut.unit, -rope_stages)
-        yield rank, choice if used <= limit else None, used
 
 
 def _heads_on_m(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
@@ -373,27 +351,35 @@ def _heads_on_m(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates
     columns = tiling.groups_per_tile * shape.qk_rope_head_dim
     if tiling.rows != 64 or columns > 64:
         return
+    latent = padded_latent_columns(shape.kv_lora_rank, HEADS_ON_M_THREADS)
     # The latent is padded to 256 columns; where others pad to fewer, this kernel comes after them.
-    padded = padded_latent_columns(shape.kv_lora_rank, HEADS_ON_M_THREADS) > shape.kv_lora_rank + 63
+    padded, width = latent > shape.kv_lora_rank + 63, latent + padded_rope_columns(columns)
     for num_stages in (3, 2):
-        used = heads_on_m_shared_memory(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, num_stages)
-        choice = _choice(
-            "heads_on_m", tiling, used, f"{num_stages} stages", variant="lazy" if tiling.num_tiles > 1 else "plain",
-            num_stages=num_stages, rope_stages=num_stages, threads=HEADS_ON_M_THREADS, warpgroups=3,
+        used = 2 * ((tiling.rows + num_stages * 64) * width + tiling.rows * 64) + 12 * tiling.rows + 1024
+        yield candidate(
+            (int(padded), tiling.num_tiles, 0, -num_stages), used <= limit, "heads_on_m", tiling, used,
+            f"{num_stages} stages", variant="lazy" if tiling.num_tiles > 1 else "plain", num_stages=num_stages,
+            rope_stages=num_stages, threads=HEADS_ON_M_THREADS, warpgroups=3,
         )  # fmt: skip
-        yield (int(padded), tiling.num_tiles, 0, -num_stages), choice if used <= limit else None, used
 
 
 def _fp8(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
-    """Fewest tiles of rows first, then most stages."""
+    """Fewest tiles of rows first, then most stages; beside its memory the 1 KiB before its tiles that barriers are
+    in."""
     tiling = replace(tiling, rows=max(16, tiling.rows))  # weights are stored in pairs of 8 rows
+    panels = -(-shape.kv_lora_rank // 128)
+    rope_panels = -(-(tiling.groups_per_tile * shape.qk_rope_head_dim) // 64)
+    scales = max(1, 64 // shape.page_size) * max(SCALE_BYTES, min(64, shape.page_size) * 4)
+    queries = tiling.rows * 128 * (2 * panels + rope_panels)
+    weights_and_exchange = 2 * tiling.rows * 128 + tiling.rows * 512
     for num_stages in (4, 3, 2, 1):
-        used = fp8_shared_memory(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, shape.page_size, num_stages)
-        choice = _choice(
-            "fp8", tiling, used, f"2 x {num_stages} stages", num_stages=num_stages, threads=FP8_THREADS, warpgroups=2
-        )
-        rank = (num_stages == 1, tiling.num_tiles, -num_stages, tiling.rows)  # of one stage, nothing is read ahead
-        yield rank, choice if used <= limit else None, used
+        rings = 2 * num_stages * ((panels + rope_panels) * PANEL_BYTES + scales)
+        used = rings + queries + weights_and_exchange + 44 * tiling.rows + 1024
+        yield candidate(
+            (num_stages == 1, tiling.num_tiles, -num_stages, tiling.rows),  # of one stage, nothing is read ahead
+            used <= limit, "fp8", tiling, used, f"2 x {num_stages} stages", num_stages=num_stages, threads=FP8_THREADS,
+            warpgroups=2,
+        )  # fmt: skip
 
 
 def key_blocks(tiling: RowTiling, qk_rope_head_dim: int) -> RopeBlocks:
@@ -458,22 +444,16 @@ def _latent_ws(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
     for warpgroups, resident, num_stages, rope_stages in sizes:
         used = swap_ab_ws_shared_memory(tiling, blocks, shape.kv_lora_rank, num_stages, rope_stages)
         registers = _registers_of(shape, tiling, warpgroups, resident, LEAN if resident > 1 else 0)
-        choice = _choice(
+        in_flight = min(num_stages * latent, 2048 // resident)
+        yield candidate(
+            (0, tiling.num_tiles, tiling.rows, -resident * in_flight, -resident, warpgroups, rope_stages),
+            registers is not None and resident * (used + 1024) <= limit + 1024,
             "latent_ws", tiling, used,
             f"{warpgroups} warpgroup(s) compute, {makers} make keys, {num_stages} latent and {rope_stages} rope stages,"
             f" {resident} CTA(s) a multiprocessor",
             num_stages=num_stages, rope_stages=rope_stages, threads=128 * (warpgroups + makers + 1),
-            warpgroups=warpgroups, ctas_per_sm=resident, registers=registers or (0, 0, 0),
+            warpgroups=warpgroups, ctas_per_sm=resident, registers=registers,
         )  # fmt: skip
-        fits = registers is not None and resident * (used + 1024) <= limit + 1024
-        in_flight = min(num_stages * latent, 2048 // resident)
-        rank = (0, tiling.num_tiles, tiling.rows, -resident * in_flight, -resident, warpgroups, rope_stages)
-        yield rank, choice if fits else None, used
-
-
-def _aligned(size: int) -> int:
-    """Bytes of shared memory up to where a tile may begin."""
-    return -(-size // 1024) * 1024
 
 
 def _latent_fp8(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
@@ -486,18 +466,19 @@ def _latent_fp8(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates
     sizes = product((1, 2) if tiling.rows == 64 else (1,), (3, 2), range(12, 1, -1))
     for warpgroups, num_stages, code_stages in sizes:
         used = swap_ab_ws_shared_memory(tiling, blocks, shape.kv_lora_rank, num_stages, rope_stages)
-        used += code_stages * 64 * CODE_PANEL + _aligned(code_stages * given) + _aligned(num_stages * 3 * 64 * 4)
+        used += code_stages * 64 * CODE_PANEL
+        used += sum(-(-size // 1024) * 1024 for size in (code_stages * given, num_stages * 3 * 64 * 4))  # tiles' place
         registers = _registers_of(shape, tiling, warpgroups, 1, 8, streamers=2)  # two CTAs: not tried
-        choice = _choice(
+        in_flight = min(code_stages, 8, 4 * pieces)
+        yield candidate(
+            (tiling.num_tiles, tiling.rows, -in_flight, warpgroups, -num_stages, code_stages),
+            used <= limit and registers is not None,
             "latent_fp8", tiling, used,
             f"{warpgroups} warpgroup(s) compute, {makers} make keys, {num_stages} latent and {rope_stages} rope stages,"
             f" {code_stages} pieces of {CODE_PANEL} codes",
             num_stages=num_stages, rope_stages=rope_stages, threads=128 * (warpgroups + makers + 2),
-            warpgroups=warpgroups, registers=registers or (0, 0, 0), code_stages=code_stages,
+            warpgroups=warpgroups, registers=registers, code_stages=code_stages,
         )  # fmt: skip
-        in_flight = min(code_stages, 8, 4 * pieces)
-        rank = (tiling.num_tiles, tiling.rows, -in_flight, warpgroups, -num_stages, code_stages)
-        yield rank, choice if used <= limit and registers is not None else None, used
 
 
 def _latent_cluster(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
@@ -511,15 +492,15 @@ def _latent_cluster(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candid
     for halves, rope_stages in product((8, 6, 5, 4, 3), (3 * makers, 2 * makers)):
         num_stages = max(cut.units + 1, halves * cut.units // 2)
         used = cluster_shared_memory(tiling, cut, num_stages, rope_stages, (makers * KEY_TILE, KEY_TILE))
-        choice = _choice(
+        yield candidate(
+            (1, tiling.num_tiles, tiling.rows, -num_stages, -rope_stages),
+            used <= limit and registers is not None,
             "latent_cluster", tiling, used,
             f"{CLUSTER} x {cut.columns} columns, {warpgroups} warpgroup(s) compute, {makers} make keys, {num_stages}"
             f" pieces of {cut.unit} columns and {rope_stages} rope stages",
             num_stages=num_stages, rope_stages=rope_stages, threads=128 * (warpgroups + makers + 1),
-            warpgroups=warpgroups, cluster_size=CLUSTER, registers=registers or (0, 0, 0),
+            warpgroups=warpgroups, cluster_size=CLUSTER, registers=registers,
         )  # fmt: skip
-        rank = (1, tiling.num_tiles, tiling.rows, -num_stages, -rope_stages)
-        yield rank, choice if used <= limit and registers is not None else None, used
 
 
 def _candidates(shape: DecodeShape, capability: int, limit: int, has_rope_cache: bool, codes: bool) -> Candidates:
@@ -554,7 +535,7 @@ def _candidates(shape: DecodeShape, capability: int, limit: int, has_rope_cache:
                 yield from _swap_ab_ws(shape, tiling, limit)
                 yield from _swap_ab_cluster(shape, tiling, limit)
                 yield from _heads_on_m(shape, tiling, limit)
-            yield from _swap_ab(shape, tiling, capability, limit)
+            yield from portable_choices(shape, tiling, capability, limit)
 
 
 def list_kernels(

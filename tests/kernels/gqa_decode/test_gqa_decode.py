@@ -80,7 +80,9 @@ BAD = {
     "k_cache.shape": lambda i: {"k_cache": i["k_cache"][..., :8]},
     "k_cache.dtype": lambda i: {"k_cache": i["k_cache"].double()},
     "v_cache.shape": lambda i: {"v_cache": i["v_cache"][:-1]},
-    r"k_cache.shape is .* a divisor of 6": lambda i: {name: i[name].repeat(1, 1, 2, 1) for name in ("k_cache", "v_cache")},
+    r"k_cache.shape is .* a divisor of 6": lambda i: {
+        name: i[name].repeat(1, 1, 2, 1) for name in ("k_cache", "v_cache")
+    },
     r"q.stride\(-1\)": lambda i: {"q": i["q"].mT.contiguous().mT},
     "refuses this call": lambda i: {"backend": "tilelang"},
     "out.shape": lambda i: {"out": i["q"][..., :8].contiguous()},
