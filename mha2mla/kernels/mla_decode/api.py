@@ -196,39 +196,11 @@ def _chosen(
     return _OPS[latent_dtype, rope is None], (q_latent, q_pe, *latent, *keys), numbers
 
 
-def mla_decode_w_uv(
-    q_latent: Tensor,
-    q_pe: Tensor,
-    latent_cache: Tensor,
-    rope_cache: Tensor | None,
-    v_up: Tensor,
-    block_table: Tensor,
-    cache_seqlens: Tensor,
-    *,
-    softmax_scale: float,
-    plan: DecodePlan,
-    rope: LatentRope | None = None,
-    latent_scale: Tensor | None = None,
-    centers: Tensor | None = None,
-    cache_starts: Tensor | None = None,
-    backend: str | None = None,
-) -> Tensor:
-    """:func:`mla_decode`, and W_UV [k, d_v, d_c] of what it gives, in the kernel that merges its partials: [B, S_q, H,
-    d_v]. Arguments and errors as there; only where :func:`serves_w_uv`."""
-    op, data, numbers = _chosen(q_latent, q_pe, latent_cache, rope_cache, rope, latent_scale, centers)
-    values = q_latent.new_empty(*q_latent.shape[:3], v_up.shape[1])
-    op(
-        data, block_table, cache_seqlens, cache_starts, softmax_scale, True, backend, plan, None, False, numbers,
-        (v_up, values),
-    )  # fmt: skip
-    return values
-
-
 def serves_w_uv(
     q_latent: Tensor, latent_cache: Tensor, v_up: Tensor, block_table: Tensor, plan: DecodePlan | None
 ) -> bool:
-    """True where :func:`mla_decode_w_uv` serves these shapes and this plan: few rows on a Hopper, heads that share
-    maps; where each has its own, a merge and a product are faster (docs/notes/step.md)."""
+    """True where the kernel that merges partials also multiplies by W_UV, with these shapes and this plan: few rows on
+    a Hopper, heads that share maps; where each has its own, a merge and a product are faster (docs/notes/step.md)."""
     batch, seqlen_q, heads, width = q_latent.shape
     return (
         plan is not None
@@ -296,16 +268,14 @@ def mla_absorbed(
         q_latent = project_w_uk(q_nope, k_up)
     elif q_latent is None:
         q_latent = _up_project(q_nope, k_up)
+    through = None
     if is_plain and serves_w_uv(q_latent, latent_cache, v_up, block_table, plan):
-        return mla_decode_w_uv(
-            q_latent, q_pe, latent_cache, rope_cache, v_up, block_table, cache_seqlens, softmax_scale=softmax_scale,
-            plan=plan, latent_scale=latent_scale, centers=centers, rope=rope, cache_starts=cache_starts,
-            backend=backend,
-        )  # fmt: skip
-    out = mla_decode(
-        q_latent, q_pe, latent_cache, rope_cache, block_table, cache_seqlens, softmax_scale=softmax_scale,
-        latent_scale=latent_scale, centers=centers, rope=rope, cache_starts=cache_starts, plan=plan, backend=backend,
-    )  # fmt: skip
+        through = v_up, q_latent.new_empty(*q_latent.shape[:3], v_up.shape[1])
+    op, data, numbers = _chosen(q_latent, q_pe, latent_cache, rope_cache, rope, latent_scale, centers)
+    call = (block_table, cache_seqlens, cache_starts, softmax_scale, True, backend, plan)
+    out = op(data, *call, out=None, return_lse=False, numbers=numbers, through=through)
+    if through is not None:
+        return through[1]
     if is_plain and len(v_up) == out.shape[2] and v_up.is_contiguous():
         x, weight = out.flatten(2), v_up.flatten(0, 1)
         if is_skinny(x, weight, len(v_up)):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from mha2mla.kernels import mla_decode
-from mha2mla.kernels.mla_decode.api import mla_decode_w_uv, serves_w_uv
+from mha2mla.kernels.mla_decode.api import mla_absorbed, serves_w_uv
 from mha2mla.testing.problems import Problem
 from tests.gpu import graph_of
 from tests.kernels.compiled import gate
@@ -54,6 +56,7 @@ def test_no_block_of_a_cluster_reads_before_it_waits():
 
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
+@torch.no_grad()
 @pytest.mark.parametrize(
     ("problem", "maps", "outputs"),
     [
@@ -79,7 +82,8 @@ def test_right_beside_the_merge_and_the_product(problem, maps, outputs):
     served = serves_w_uv(call["q_latent"], call["latent_cache"], v_up, call["block_table"], plan)
     assert served == (maps < problem.heads)  # else it could, and others are faster
     plan.partial_out.fill_(torch.nan)
-    values = mla_decode_w_uv(**call, v_up=v_up, plan=plan)
+    absorbed = partial(mla_absorbed, q_nope=call["q_pe"], k_up=v_up, v_up=v_up, plan=plan, **call)
+    values = absorbed()
     latents = mla_decode(**call, plan=plan)
     heads = v_up.repeat_interleave(problem.heads // maps, 0)
     plain = torch.einsum("bshi,hoi->bsho", latents, heads)
@@ -90,8 +94,8 @@ def test_right_beside_the_merge_and_the_product(problem, maps, outputs):
     exact = torch.einsum("bshi,hoi->bsho", mla_decode(**wide, backend="reference"), heads.double())
     assert not values.isnan().any()
     assert_as_near_as_torch(values, plain, exact)
-    assert torch.equal(values, mla_decode_w_uv(**call, v_up=v_up, plan=plan))
-    graph, again = graph_of(lambda: mla_decode_w_uv(**call, v_up=v_up, plan=plan))
+    assert torch.equal(values, absorbed())
+    graph, again = graph_of(absorbed)
     again.zero_()
     graph.replay()
     assert torch.equal(values, again)
