@@ -224,10 +224,8 @@ def append_w_uk(
 
     out = torch.empty_like(q_pe, memory_format=torch.contiguous_format)
     mapped = q_nope.new_empty(*q_nope.shape[:2], k_up.shape[2])
-    launch_append_w_uk(
-        latent, k_pe, q_pe, latent_cache, rope_cache, positions, slots, inv_freq, out, attention_scaling, q_nope, k_up,
-        mapped,
-    )  # fmt: skip
+    call = (latent, k_pe, q_pe, latent_cache, rope_cache, positions, slots, inv_freq, attention_scaling, False, out)
+    launch_append_w_uk(call, q_nope, k_up, mapped)
     return out, mapped
 
 
@@ -284,16 +282,12 @@ def compute_rotary_keys(latent: Tensor, rope: LatentRope, positions: Tensor, *, 
     if not runs_compiled(backend, latent.device, latent.dtype):
         return rotary_keys(latent, rope, positions)
     raw = F.linear(latent.float(), rope.weight.float(), rope.bias.float())[:, None]
-    return _rotated(raw, positions, rope, compiled=True)[:, 0].to(latent.dtype)
-
-
-def _rotated(x: Tensor, positions: Tensor, rope: LatentRope, compiled: bool) -> Tensor:
-    """x [T, heads, d_r] rotated; nothing is written."""
-    rows, cache = x[:, 0, :0], x.new_empty(1, 1, 0)
-    return _append_op(
-        rows, x[:, :0], x, cache, cache[..., None].expand(-1, -1, -1, x.shape[2]), positions, positions,
-        rope.inv_freq[None], rope.scaling, False, compiled,
+    cache = raw.new_empty(1, 1, 0, raw.shape[2])  # nothing is written
+    out = _append_op(
+        raw[:, 0, :0], raw[:, :0], raw, cache[..., 0], cache, positions, positions, rope.inv_freq[None], rope.scaling,
+        False, True,
     )  # fmt: skip
+    return out[:, 0].to(latent.dtype)
 
 
 def slots_of(block_table: Tensor, sequences: Tensor, positions: Tensor, page_size: int) -> Tensor:

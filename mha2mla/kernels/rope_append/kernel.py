@@ -357,68 +357,56 @@ compile_append_w_uk = compiler(make_append_w_uk, EXACT_PASS_CONFIGS)
 compile_quantize_rows = compiler(make_quantize_rows, EXACT_PASS_CONFIGS)
 
 
-def launch_rope_append(
+def _operands(
     rows: Tensor, keys: Tensor, query: Tensor, row_cache: Tensor, rope_cache: Tensor, positions: Tensor,
     slots: Tensor, inv_freq: Tensor, attention_scaling: float, interleaved: bool, out: Tensor,
-) -> None:  # fmt: skip
-    """Run the kernel; shapes as in :func:`mha2mla.kernels.mla_append`. What is empty (queries, keys, rows, a cache) is
-    left out: rows alone are written, or keys alone, or nothing and only queries are rotated."""
+) -> tuple[AppendShape, tuple[Any, ...]]:  # fmt: skip
+    """Shape and operands of a kernel, others in the place of what is empty (queries, keys, rows, a cache)."""
     tokens, heads, rope = query.shape
     heads = heads if rope else 0
     groups = keys.shape[1] if keys.numel() and rope_cache.numel() else 0
     width = rows.shape[1] if rows.numel() and row_cache.numel() else 0
-    if tokens == 0 or not (heads or groups or width):
-        return
     if not rope:  # nothing to turn, but the kernel has a table all the same
         rope, inv_freq = 8, inv_freq.new_zeros(1, 4)
     pages, page_size = row_cache.shape[:2] if width else rope_cache.shape[:2] if groups else (1, 1)
+    query = with_dense_rows(query)
+    nothing = query[:, :1] if heads and width else query.new_empty(tokens, 1, rope)
+    query, out = (query, out) if heads else (nothing, nothing)
+    keys = with_dense_rows(keys) if groups else nothing
+    rows = with_dense_rows(rows) if width else nothing[:, 0, :1]
+    if groups:
+        rope_cache = rope_cache.flatten(2)
+    else:  # only its shape is looked at, which must agree with the other cache's
+        rope_cache = nothing.as_strided((pages, page_size, rope), (0, 0, 1) if width else (rope, rope, 1))
+    row_cache = row_cache if width else rope_cache[:, :, :1]
+    vector, dtype = vector_of(rows, keys, query, row_cache, rope_cache, out), dtype_name(query.dtype)
+    shape = AppendShape(heads, groups, width, rope, len(inv_freq), page_size, dtype, interleaved, vector)
+    lists = (positions.contiguous(), slots.contiguous(), inv_freq.contiguous())
+    return shape, (rows, keys, query, *lists, row_cache, rope_cache, out, attention_scaling)
+
+
+def launch_rope_append(*call: Any) -> None:
+    """Run the kernel; arguments as the op ``rope_append`` takes them, then the output. Rows alone are written where
+    the others are empty, or keys alone, or nothing and only queries are rotated."""
+    query = call[2]
+    if len(query) == 0:
+        return
     with on_device(query.device):
-        nothing = query.new_empty(tokens, 1, rope)  # stands in for what is left out
-        out = out if heads else nothing
-        query = with_dense_rows(query) if heads else nothing
-        keys = with_dense_rows(keys) if groups else nothing
-        rows = with_dense_rows(rows) if width else nothing[:, 0, :1]
-        if groups:
-            rope_cache = rope_cache.flatten(2)
-        else:  # only its shape is looked at, which must agree with the other cache's
-            rope_cache = nothing.as_strided((pages, page_size, rope), (0, 0, 1) if width else (rope, rope, 1))
-        row_cache = row_cache if width else rope_cache[:, :, :1]
+        shape, operands = _operands(*call)
+        if not (shape.heads or shape.num_rope_heads or shape.row_width):
+            return
         # With a table a head a token's angles occupy a block, and four tokens' make it wait.
-        alone = inv_freq.numel() >= BLOCK_THREADS
-        vector = vector_of(rows, keys, query, row_cache, rope_cache, out)
-        shape = AppendShape(
-            heads, groups, width, rope, len(inv_freq), page_size, dtype_name(query.dtype), interleaved, vector
-        )
+        alone = shape.num_tables * shape.qk_rope_head_dim >= 2 * BLOCK_THREADS
         here = capability(query.device)
-        kernel = compile_rope_append(here, shape=shape, block_tokens=1 if alone else 4, dependent=here >= 90)
-        kernel(
-            rows, keys, query, positions.contiguous(), slots.contiguous(), inv_freq.contiguous(), row_cache, rope_cache,
-            out, attention_scaling,
-        )  # fmt: skip
+        compile_rope_append(here, shape=shape, block_tokens=1 if alone else 4, dependent=here >= 90)(*operands)
 
 
-def launch_append_w_uk(
-    rows: Tensor, keys: Tensor, query: Tensor, row_cache: Tensor, rope_cache: Tensor, positions: Tensor,
-    slots: Tensor, inv_freq: Tensor, out: Tensor, attention_scaling: float, x: Tensor, k_up: Tensor, mapped: Tensor,
-) -> None:  # fmt: skip
-    """Run the kernel; shapes as in :func:`mha2mla.kernels.rope_append.api.append_w_uk`. Without keys, or a cache of
-    them, rows and queries are all."""
-    _, heads, rope = query.shape
-    groups = keys.shape[1] if keys.numel() and rope_cache.numel() else 0
-    pages, page_size = row_cache.shape[:2]
-    with on_device(query.device):
-        query, rows = with_dense_rows(query), with_dense_rows(rows)
-        keys = with_dense_rows(keys) if groups else query[:, :1]
-        rope_cache = rope_cache.flatten(2) if groups else query.as_strided((pages, page_size, rope), (0, 0, 1))
-        vector, dtype = vector_of(rows, keys, query, row_cache, rope_cache, out), dtype_name(query.dtype)
-        shape = AppendShape(
-            heads, groups, rows.shape[1], rope, len(inv_freq), page_size, dtype, interleaved=False, vector=vector
-        )
-        kernel = compile_append_w_uk(capability(query.device), shape=shape, kv_heads=len(k_up), inner=x.shape[2])
-        kernel(
-            rows, keys, query, positions.contiguous(), slots.contiguous(), inv_freq.contiguous(), row_cache, rope_cache,
-            out, attention_scaling, with_dense_rows(x), k_up, mapped,
-        )  # fmt: skip
+def launch_append_w_uk(call: tuple[Any, ...], x: Tensor, k_up: Tensor, mapped: Tensor) -> None:
+    """Run the kernel; ``call`` as of :func:`launch_rope_append`, the others as of ``make_append_w_uk``."""
+    with on_device(x.device):
+        shape, operands = _operands(*call)
+        kernel = compile_append_w_uk(capability(x.device), shape=shape, kv_heads=len(k_up), inner=x.shape[2])
+        kernel(*operands, with_dense_rows(x), k_up, mapped)
 
 
 def launch_quantize_rows(rows: Tensor, row_cache: Tensor, row_scale: Tensor, slots: Tensor) -> None:
