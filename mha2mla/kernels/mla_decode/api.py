@@ -15,8 +15,8 @@ from mha2mla.kernels.mla_decode.quantization import CODES
 from mha2mla.kernels.mla_decode.selection import DecodeShape
 from mha2mla.kernels.ops import ALIGNMENT, Argument, argument_error, capability, dtype_name, in_plain_eager_mode
 from mha2mla.kernels.rope_append.api import LatentRope
-from mha2mla.kernels.skinny_linear.api import project_w_uk, skinny_linear, up_project
-from mha2mla.kernels.skinny_linear.selection import is_skinny, serves_up_project, serves_w_uk
+from mha2mla.kernels.skinny_linear.api import project_heads
+from mha2mla.kernels.skinny_linear.selection import serves_few_tokens, serves_heads
 from mha2mla.kernels.split_kv.choice import MERGED_ROWS
 from mha2mla.kernels.split_kv.op import PagedOp, dispatch
 from mha2mla.kernels.split_kv.plan import DecodePlan
@@ -264,10 +264,8 @@ def mla_absorbed(
     is_plain = backend != "reference" and not torch.compiler.is_compiling() and not torch.is_grad_enabled()
     if k_up is None:
         q_latent = q_pe.new_zeros(*q_pe.shape[:3], v_up.shape[-1])
-    elif q_latent is None and is_plain and serves_w_uk(q_nope, k_up):
-        q_latent = project_w_uk(q_nope, k_up)
     elif q_latent is None:
-        q_latent = _up_project(q_nope, k_up)
+        q_latent = _up_project(q_nope, k_up, is_plain=is_plain)
     through = None
     if is_plain and serves_w_uv(q_latent, latent_cache, v_up, block_table, plan):
         through = v_up, q_latent.new_empty(*q_latent.shape[:3], v_up.shape[1])
@@ -276,14 +274,10 @@ def mla_absorbed(
     out = op(data, *call, out=None, return_lse=False, numbers=numbers, through=through)
     if through is not None:
         return through[1]
-    if is_plain and len(v_up) == out.shape[2] and v_up.is_contiguous():
-        x, weight = out.flatten(2), v_up.flatten(0, 1)
-        if is_skinny(x, weight, len(v_up)):
-            return skinny_linear(x, weight, groups=len(v_up)).unflatten(-1, v_up.shape[:2])
-    return _up_project(out, v_up, transposed=True)
+    return _up_project(out, v_up, transposed=True, is_plain=is_plain)
 
 
-def _up_project(x: Tensor, weight: Tensor, transposed: bool = False) -> Tensor:
+def _up_project(x: Tensor, weight: Tensor, transposed: bool = False, is_plain: bool = False) -> Tensor:
     """x [B, S, H, i] times weight [k, i, o], or [k, o, i], of H / k heads each: [B, S, H, o].
 
     Products that need no gradient read x where it lies and write the result where it is to lie, heads side by side:
@@ -294,8 +288,9 @@ def _up_project(x: Tensor, weight: Tensor, transposed: bool = False) -> Tensor:
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
         equation = "bskri,koi->bskro" if transposed else "bskri,kio->bskro"
         return torch.einsum(equation, x.unflatten(2, (count, -1)), weight).flatten(2, 3)
-    if batch * tokens > 1 and serves_up_project(x, weight, transposed):
-        return up_project(x, weight, transposed=transposed)
+    few = is_plain and serves_few_tokens(x, weight, transposed)
+    if few or (batch * tokens > 1 and serves_heads(x, weight, transposed)):
+        return project_heads(x, weight, transposed=transposed)
     if batch * tokens > 1 and count < heads:
         weight = weight[:, None].expand(-1, heads // count, -1, -1).flatten(0, 1)
     weight = weight.mT if transposed else weight

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from mha2mla.kernels.mla_decode.quantization import CODES, holds_codes, quantize_latent
 from mha2mla.kernels.ops import Argument, argument_error, capability, check_tensors, register_kernel, runs_compiled
-from mha2mla.kernels.skinny_linear.selection import serves_w_uk
+from mha2mla.kernels.skinny_linear.selection import serves_few_tokens
 
 MAX_SLOTS = 2**31 - 1  # slots are int32, and so is their number in kernels
 
@@ -197,7 +197,7 @@ def append_w_uk(
     Returns:
         Rotated q_pe [N, H, d_r] and q_nope through W_UK [N, H, d_c]; None, and nothing is written, where no kernel does
         both: on a GPU before sm_90, for e4m3 latents, with gradients, under a compiler, or where not
-        :func:`serves_w_uk`.
+        :func:`serves_few_tokens`.
 
     Raises:
         ValueError: as :func:`mla_append`.
@@ -206,7 +206,7 @@ def append_w_uk(
         k_up is None
         or torch.compiler.is_compiling()
         or torch.is_grad_enabled()
-        or not serves_w_uk(q_nope, k_up)
+        or not serves_few_tokens(q_nope, k_up)
         or capability(q_nope.device) < 90
         or latent_cache.dtype != q_nope.dtype
         or not (q_pe.numel() and latent.numel() and latent_cache.numel())

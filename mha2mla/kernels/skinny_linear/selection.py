@@ -13,10 +13,10 @@ from mha2mla.kernels.split_kv.choice import HOPPER, SHARED_MEMORY, shared_memory
 ROW_BUCKETS = (8, 16, 64, 128)  # rows of x, at most, of each streaming kernel
 BLOCK = 64  # rows of a weight in a product: the M of one wgmma
 DTYPES = (torch.bfloat16, torch.float16)
-HEAD_ROWS, HEAD_COLUMNS = 8, 2048  # most rows and K of ``skinny_linear`` with a weight a head
+HEAD_ROWS, HEAD_COLUMNS = 8, 2048  # most tokens and d_c of the kernel for few tokens that multiplies by W_UV
 COLUMN_STEP, OUTPUT_STEP = 32, 16  # K and N are multiples of
-W_UK_TOKENS, W_UK_ROWS, WIDTH_STEP = 16, 256, 8  # most tokens and d_n of ``project_w_uk``; d_c is a multiple of
-GROUP = 64  # most heads that share a weight in ``up_project``, and the columns of its blocks
+W_UK_TOKENS, W_UK_ROWS, WIDTH_STEP = 16, 256, 8  # most tokens and d_n of the one for W_UK; d_c is a multiple of
+GROUP = 64  # most heads that share a weight in the kernel for any number of tokens
 _CLUSTER = 8  # CTAs at most
 _RESERVED = 1024 + 512  # bytes of a CTA: the driver's, and barriers
 _NEARLY_ALL = 0.9  # of the multiprocessors, where each has one CTA
@@ -25,30 +25,24 @@ _MANY_COLUMNS = 2048  # from which on a product is worth a kernel of its own
 _FULL_WAVES = 0.62  # of the room for CTAs, from which on more rows than 64 are
 
 
-def serves_linear(x: Tensor, weight: Tensor, groups: int) -> bool:
-    """True where a kernel can compute the product of x [..., groups K] and weight [N, K]."""
+def serves_linear(x: Tensor, weight: Tensor) -> bool:
+    """True where a kernel can compute the product of x [..., K] and weight [N, K]."""
     outputs, columns = weight.shape
     return (
         x.is_cuda
         and x.dtype in DTYPES
-        and 0 < x.numel() <= (HEAD_ROWS if groups > 1 else ROW_BUCKETS[-1]) * columns * groups
-        and (groups == 1 or columns <= HEAD_COLUMNS)
+        and 0 < x.numel() <= ROW_BUCKETS[-1] * columns
         and columns % COLUMN_STEP == 0
-        and outputs % (OUTPUT_STEP * groups) == 0
+        and outputs % OUTPUT_STEP == 0
         and weight.is_contiguous()
         and weight.data_ptr() % ALIGNMENT == 0
-        and (capability(x.device) == HOPPER if groups == 1 else capability(x.device) >= 80)
+        and capability(x.device) == HOPPER
     )
 
 
-def is_skinny(x: Tensor, weight: Tensor, groups: int = 1, gated: bool = False) -> bool:
-    """True where a kernel computes the product of x [..., groups K] and weight [N, K] faster than cuBLAS.
-
-    With a weight a head always: cuBLAS takes 4 µs for the 4 MB of W_UV, and cannot begin before attention ends.
-    """
-    return serves_linear(x, weight, groups) and (
-        groups > 1 or is_faster(*weight.shape, x.numel() // weight.shape[1], gated, num_sms(x.device))
-    )
+def is_skinny(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
+    """True where a kernel computes the product of x [..., K] and weight [N, K] faster than cuBLAS."""
+    return serves_linear(x, weight) and is_faster(*weight.shape, x.numel() // weight.shape[1], gated, num_sms(x.device))
 
 
 def is_faster(outputs: int, columns: int, rows: int, gated: bool, sms: int) -> bool:
@@ -61,26 +55,28 @@ def is_faster(outputs: int, columns: int, rows: int, gated: bool, sms: int) -> b
     )
 
 
-def serves_w_uk(x: Tensor, k_up: Tensor) -> bool:
-    """True where the kernel can compute x [..., H, d_n] times k_up [h_kv, d_n, d_c]. cuBLAS takes 3.5 µs for the 3.7 MB
-    of a W_UK, of which reading takes one."""
-    (heads, inner), outer = x.shape[-2:], k_up.shape[2]
-    return (
-        x.is_cuda
-        and x.dtype in DTYPES
-        and 0 < x.numel() <= W_UK_TOKENS * heads * inner
-        and len(k_up) > 0
-        and heads % len(k_up) == 0
-        and inner <= W_UK_ROWS
-        and outer % WIDTH_STEP == 0
-        and k_up.is_contiguous()
-        and k_up.data_ptr() % ALIGNMENT == 0
-        and capability(x.device) >= 80
-    )
+def serves_few_tokens(x: Tensor, weight: Tensor, transposed: bool = False) -> bool:
+    """True where a kernel for few tokens can compute x [..., H, i] times weight [k, i, o], or [H, o, i] with
+    ``transposed``.
+
+    cuBLAS takes 3.5 µs for the 3.7 MB of a W_UK, of which reading takes one, and 4 µs for the 4 MB of W_UV, where it
+    cannot begin before attention ends.
+    """
+    heads, inner = x.shape[-2:]
+    if not (x.is_cuda and x.dtype in DTYPES and x.numel() and len(weight)) or capability(x.device) < 80:
+        return False
+    if transposed:
+        fits = len(weight) == heads and x.numel() <= HEAD_ROWS * heads * inner and inner <= HEAD_COLUMNS
+        fits = fits and inner % COLUMN_STEP == 0 and weight.shape[1] % OUTPUT_STEP == 0
+    else:
+        fits = heads % len(weight) == 0 and x.numel() <= W_UK_TOKENS * heads * inner and inner <= W_UK_ROWS
+        fits = fits and weight.shape[2] % WIDTH_STEP == 0
+    return fits and weight.is_contiguous() and weight.data_ptr() % ALIGNMENT == 0
 
 
-def serves_up_project(x: Tensor, weight: Tensor, transposed: bool = False) -> bool:
-    """True where :func:`up_project` serves these; of many tokens and a weight a head cuBLAS is as fast."""
+def serves_heads(x: Tensor, weight: Tensor, transposed: bool = False) -> bool:
+    """True where the kernel for any number of tokens serves these; of many tokens and a weight a head cuBLAS is as
+    fast."""
     heads, inner = x.shape[-2:]
     outer = weight.shape[1 if transposed else 2]
     return (

@@ -13,7 +13,6 @@ from torch import Tensor
 from mha2mla.kernels.machine import BARRIER, BY_ROW, EXACT_PASS_CONFIGS, WARPGROUP, Buffers, compile_for, compiled_once
 from mha2mla.kernels.ops import aligned, dtype_name, num_sms, on_device
 from mha2mla.kernels.skinny_linear.selection import BLOCK, ROW_BUCKETS, linear_tiling
-from mha2mla.kernels.skinny_linear.up_projections import launch_w_uv
 
 THREADS = WARPGROUP + 32
 # A CTA's first step and how many. In memory: a loop of a number that is known to be 0 or 1 is taken for one of 1.
@@ -220,12 +219,9 @@ def compile_streamed_linear(sms: int, *, outputs: int, columns: int, rows: int, 
     return compile_for(function, 90, EXACT_PASS_CONFIGS)
 
 
-def launch_skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, gated: bool, out: Tensor) -> None:
-    """Run the kernel over rows [..., groups K]."""
+def launch_skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, out: Tensor) -> None:
+    """Run the kernel over rows [..., K]."""
     x, out = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
-    if groups > 1:
-        launch_w_uv(x, weight, out, groups)
-        return
     outputs, columns = weight.shape
     rows = next(rows for rows in ROW_BUCKETS if len(x) <= rows)
     with on_device(x.device):

@@ -360,7 +360,8 @@ def launch_w_uk(x: Tensor, weight: Tensor, out: Tensor) -> None:
     _launch(compile_w_uk, x, weight, out, heads=heads, groups=len(weight), inner=inner, outer=out.shape[2])
 
 
-def launch_w_uv(x: Tensor, weight: Tensor, out: Tensor, groups: int) -> None:
-    """Run the kernel over rows [N, groups K]."""
-    outputs, columns = weight.shape
-    _launch(compile_w_uv, aligned(x), weight, out, outputs=outputs, columns=columns, groups=groups)
+def launch_w_uv(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Run the kernel over tokens [..., H, inner], of weights [H, outer, inner]."""
+    (heads, outer, inner), tensors = weight.shape, (weight.flatten(0, 1), out.view(-1, out.shape[-2] * out.shape[-1]))
+    x = aligned(x.reshape(-1, heads * inner))
+    _launch(compile_w_uv, x, *tensors, outputs=heads * outer, columns=inner, groups=heads)

@@ -13,7 +13,7 @@ pytest.importorskip("tilelang", reason="TileLang is not installed")
 from mha2mla.kernels import append_w_uk, mla_append
 from mha2mla.kernels.machine import EXACT_PASS_CONFIGS
 from mha2mla.kernels.rope_append.kernel import AppendShape, make_append_w_uk, make_rope_append
-from mha2mla.kernels.skinny_linear.api import project_w_uk
+from mha2mla.kernels.skinny_linear.api import project_heads
 from tests.few import few
 from tests.kernels.compiled import for_cpu, gate
 from tests.kernels.rope_append.problems import PAGE, PAGES, SHAPES, WITHOUT_KEYS, assert_right, copied, tensors
@@ -120,7 +120,7 @@ def test_append_w_uk_equals_both_ops_to_the_bit(shape, inner, kv_heads):
             given |= {"k_pe": None, "rope_cache": None}
         query, up = queries(shape, tokens, inner, kv_heads, "cuda")
         plain = {name: each if each is None else each.clone() for name, each in given.items()}
-        expected = mla_append(**plain), project_w_uk(query, up, backend="tilelang")
+        expected = mla_append(**plain), project_heads(query, up)
         for _ in range(2):
             given["positions"] = plain["positions"] + torch.zeros_like(plain["positions"])
             out = append_w_uk(**given, q_nope=query, k_up=up)
