@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -236,18 +237,11 @@ def plan_mla_attention(
         rope_from_latent=rope_cache is None,
     )  # fmt: skip
     pages = latent_cache if rope_cache is None else rope_cache
-    query = pages.new_empty((), dtype=dtype or pages.dtype)  # has the queries' dtype and device
-
-    def decode_plan(table: Tensor, seqlens: Tensor, starts: Tensor | None, seqlen_q: int) -> DecodePlan:
-        return plan_mla_decode(
-            query.expand(table.shape[0], seqlen_q, heads, width), pages, table, seqlens, qk_rope_head_dim=rope,
-            cache_starts=starts, window=window, sinks=sinks, latent_dtype=latent_cache.dtype,
-            num_splits=num_splits, backend=backend,
-        )  # fmt: skip
-
+    query = pages.new_empty((), dtype=dtype or pages.dtype).expand(heads, width)
+    decode_plan = partial(plan_mla_decode, qk_rope_head_dim=rope, latent_dtype=latent_cache.dtype, backend=backend)
     return _plan(
-        latent_cache.shape[1], block_table, cache_seqlens, lengths, cache_starts, window, sinks,
-        absorbs_up_to(geometry), max_expanded_tokens, num_splits, decode_plan,
+        decode_plan, query, pages, block_table, cache_seqlens, lengths, cache_starts, window, sinks,
+        absorbs_up_to(geometry), max_expanded_tokens, num_splits,
     )  # fmt: skip
 
 
@@ -279,27 +273,21 @@ def plan_gqa_attention(
         ValueError: naming the argument, what it was and what it must be.
     """
     check_window(window, sinks)
-    query = key_cache.new_empty(())
-
-    def decode_plan(table: Tensor, seqlens: Tensor, starts: Tensor | None, seqlen_q: int) -> DecodePlan:
-        return plan_gqa_decode(
-            query.expand(table.shape[0], seqlen_q, num_attention_heads, key_cache.shape[3]), key_cache, table, seqlens,
-            v_head_dim=value_cache.shape[3], cache_starts=starts, window=window, sinks=sinks,
-            num_splits=num_splits, backend=backend,
-        )  # fmt: skip
-
+    query = key_cache.new_empty(()).expand(num_attention_heads, key_cache.shape[3])
+    decode_plan = partial(plan_gqa_decode, v_head_dim=value_cache.shape[3], backend=backend)
     return _plan(
-        key_cache.shape[1], block_table, cache_seqlens, lengths, cache_starts, window, sinks,
-        MAX_DECODE_QUERY_LENGTH, max_expanded_tokens, num_splits, decode_plan,
+        decode_plan, query, key_cache, block_table, cache_seqlens, lengths, cache_starts, window, sinks,
+        MAX_DECODE_QUERY_LENGTH, max_expanded_tokens, num_splits,
     )  # fmt: skip
 
 
 def _plan(
-    page_size: int, block_table: Tensor, cache_seqlens: Tensor, lengths: Tensor, cache_starts: Tensor | None,
-    window: int | None, sinks: int, short: int, max_expanded_tokens: int, num_splits: int | None,
-    decode_plan: Callable[[Tensor, Tensor, Tensor | None, int], DecodePlan],
+    decode_plan: Callable[..., DecodePlan], query: Tensor, pages: Tensor, block_table: Tensor, cache_seqlens: Tensor,
+    lengths: Tensor, cache_starts: Tensor | None, window: int | None, sinks: int, short: int, max_expanded_tokens: int,
+    num_splits: int | None,
 ) -> MixedPlan:  # fmt: skip
-    batch = block_table.shape[0]
+    """``query`` [H, d], with the queries' dtype and device, and ``pages``: what ``decode_plan`` looks at."""
+    batch, page_size = block_table.shape[0], pages.shape[1]
     if lengths.shape != (3, batch) or lengths.dtype != torch.int32 or lengths.device.type != "cpu":
         raise ValueError(
             f"lengths is {lengths.dtype} {tuple(lengths.shape)} on {lengths.device}; expected torch.int32"
@@ -313,16 +301,17 @@ def _plan(
     query_lengths, cached_lengths, starts = map(tuple, lengths.tolist())
     limits = (-1 if window is None else window, sinks)
     layout = lay_out(query_lengths, cached_lengths, starts, short, max_expanded_tokens, *limits)
-    index: list[Tensor] = []
-    workspace: list[Tensor] = []
+    index, workspace, given = [], [], (block_table, cache_seqlens, cache_starts)
     for group in layout.groups:
         if group.first_token >= 0:
             rows = slice(group.rows[0], group.rows[-1] + 1)
-            mine = [None if x is None else x[rows] for x in (block_table, cache_seqlens, cache_starts)]
+            mine = [None if x is None else x[rows] for x in given]
         else:
-            mine, packed = _rows_of_pieces(group, query_lengths, block_table, cache_seqlens, cache_starts)
+            mine, packed = _rows_of_pieces(group, query_lengths, given)
             index += packed
-        plan = decode_plan(*mine, group.seqlen_q)
+        queries = query.expand(len(group.rows), group.seqlen_q, *query.shape)
+        options = {"cache_starts": mine[2], "window": window, "sinks": sinks, "num_splits": num_splits}
+        plan = decode_plan(queries, pages, *mine[:2], **options)
         index += plan.schedule, plan.splits
         workspace += plan.partial_out, plan.partial_lse
     for wave in layout.waves:
@@ -338,22 +327,15 @@ def _plan(
 
 
 def _rows_of_pieces(
-    group: Group,
-    query_lengths: tuple[int, ...],
-    block_table: Tensor,
-    cache_seqlens: Tensor,
-    cache_starts: Tensor | None,
+    group: Group, query_lengths: tuple[int, ...], batch: tuple[Tensor | None, ...]
 ) -> tuple[list[Tensor | None], list[Tensor]]:
-    """Block table, lengths and starts of a group of pieces; and all its tensors that are packed."""
-    device, offset, size = block_table.device, [0, *accumulate(query_lengths)], group.seqlen_q
+    """Block table, lengths and starts of a group of pieces of a batch's; and all its tensors that are packed."""
+    device, offset, size = batch[0].device, [0, *accumulate(query_lengths)], group.seqlen_q
     begins = [offset[row] + first for row, first in zip(group.rows, group.first_query, strict=True)]
     behind = [query_lengths[row] - q - size for row, q in zip(group.rows, group.first_query, strict=True)]
     rows, behind, token = _to_device([group.rows, behind, begins], device)
     result_of = {first + q: piece * size + q for piece, first in enumerate(begins) for q in range(size)}
-    mine = [
-        None if tensor is None else tensor.index_select(0, rows)
-        for tensor in (block_table, cache_seqlens, cache_starts)
-    ]
+    mine = [None if tensor is None else tensor.index_select(0, rows) for tensor in batch]
     mine[1] = (mine[1] - behind).clamp_min(0)
     tokens = (token[:, None] + torch.arange(size, dtype=torch.int32, device=device)).flatten()
     targets_and_sources = _to_device([list(result_of), list(result_of.values())], device)

@@ -8,8 +8,7 @@ import torch
 
 from mha2mla.kernels import LatentRope, mla_attention, plan_gqa_attention, plan_mla_attention, rotary_keys
 from mha2mla.modeling.batch import SequenceBatch
-from mha2mla.testing.numeric_check import errors
-from tests.kernels.oracles import attend_sequences, mla_attention_reference, rows_of
+from mha2mla.testing.numeric_check import PlainAttention, errors
 
 SCALE = 0.3
 
@@ -125,17 +124,46 @@ class Problem:
                 places[page] = torch.arange(self.widths.page) + index * self.widths.page
         return rotary_keys(self.latent_cache.double(), self.rope, places)[:, :, None]
 
-    def exact(self, dtype=torch.float64, window=None, sinks=0):
-        """The oracle at a dtype; whatever the sequence does not see is zero there, since 0 · NaN is NaN."""
-        moved = [
-            None if x is None else x.nan_to_num(0.0).to(dtype)
-            for x in (self.q_nope, self.q_pe, self.latent_cache, self.keys(), self.k_up, self.v_up)
-        ]
-        queries, _, starts = self.batch.lengths.tolist()
-        return mla_attention_reference(
-            *moved, self.batch.block_table, queries, self.batch.cache_seqlens.tolist(), softmax_scale=SCALE,
-            cache_starts=starts, window=window, sinks=sinks,
-        )  # fmt: skip
+    def exact(self, window=None, sinks=0):
+        """The expanded form in float64; whatever the sequence does not see is zero there, since 0 · NaN is NaN."""
+        q_nope, q_pe, latent_cache, rope_cache, k_up, v_up = map(
+            cleaned, (self.q_nope, self.q_pe, self.latent_cache, self.keys(), self.k_up, self.v_up)
+        )
+        keys, values = [], []
+        for table, length in zip(self.batch.block_table, self.batch.cache_seqlens.tolist(), strict=True):
+            latent, k_pe = (rows_of(cache, table, length) for cache in (latent_cache, rope_cache))
+            k_nope, value = (None if w is None else torch.einsum("td,hwd->thw", latent, w) for w in (k_up, v_up))
+            keys.append((k_pe,) if k_nope is None else (k_nope, k_pe))
+            values.append(value)
+        queries = (q_pe,) if k_up is None else (q_nope, q_pe)
+        return attend_sequences(queries, keys, values, self.batch.lengths.tolist(), window, sinks)
+
+
+def cleaned(x):
+    return None if x is None else x.nan_to_num(0.0).double()
+
+
+def rows_of(cache, block_table, length):
+    """The first ``length`` tokens of a sequence with pages ``block_table`` [max_pages]: [length, ...]."""
+    token = torch.arange(length, device=cache.device)
+    return cache[block_table.long()[token // cache.shape[1]], token % cache.shape[1]]
+
+
+def attend_sequences(queries, keys, values, lengths, window=None, sinks=0, scale=SCALE):
+    """Causal attention of queries, parts [N, H, d_i] one sequence behind the other, over each sequence's keys, parts
+    [T, G_i, d_i], and values [T, G, d_v]; ``lengths`` as of a batch. Queries behind the last sequence give zeros."""
+    outs, begin = [], 0
+    for length, _, start, key, value in zip(*lengths, keys, values, strict=True):
+        token = torch.arange(len(value), device=value.device)
+        last = len(value) - length + torch.arange(length, device=value.device)[:, None]  # a query's own position
+        seen = (token <= last) & (token >= start)
+        if window is not None:
+            seen = seen & ((token > last - window) | (token < start + sinks))
+        mine = tuple(query[begin : begin + length] for query in queries)
+        outs.append(PlainAttention(mine, key, value, seen, scale).attend())
+        begin += length
+    rest = queries[0].new_zeros(len(queries[0]) - begin, queries[0].shape[1], values[0].shape[-1] if values else 0)
+    return torch.cat([*outs, rest])
 
 
 def layout_of(plan):
@@ -159,10 +187,8 @@ def gqa_plan(batch, keys, values, heads=6, **options):
     )
 
 
-def gqa_exact(batch, query, keys, values, dtype=torch.float64, window=None, sinks=0):
-    pairs = [
-        tuple(rows_of(cache.nan_to_num(0.0).to(dtype), table, length) for cache in (keys, values))
-        for table, length in zip(batch.block_table, batch.cache_seqlens.tolist(), strict=True)
-    ]
-    queries, _, starts = batch.lengths.tolist()
-    return attend_sequences(query.to(dtype), queries, pairs, starts, SCALE, window, sinks)
+def gqa_exact(batch, query, keys, values, window=None, sinks=0):
+    key_cache, value_cache = cleaned(keys), cleaned(values)
+    rows = list(zip(batch.block_table, batch.cache_seqlens.tolist(), strict=True))
+    keys, values = [(rows_of(key_cache, *row),) for row in rows], [rows_of(value_cache, *row) for row in rows]
+    return attend_sequences((query.double(),), keys, values, batch.lengths.tolist(), window, sinks)
