@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mha2mla.kernels import DecodePlan, mla_decode
 from mha2mla.kernels.mla_decode.selection import MAX_ROPE_PER_HEAD, MAX_ROPE_SHARED, MAX_ROPE_WIDTH, DecodeShape
@@ -27,7 +28,7 @@ from mha2mla.kernels.parallel_compilation import (
     run_in_workers,
 )
 from mha2mla.kernels.split_kv.op import compiled_shape
-from mha2mla.kernels.split_kv.reference import plan_fragments, write_schedule
+from mha2mla.kernels.split_kv.reference import Span, plan_fragments, write_schedule
 from mha2mla.terminal import progress_bar
 from mha2mla.testing.numeric_check import NOT_CHECKED
 from mha2mla.testing.problems import UNUSED_PAGE, LatentProblem, Problem, judge
@@ -200,19 +201,18 @@ def plan_error(problem: Problem, plan: DecodePlan) -> str:
     """The first difference of a filled plan from the oracle's; empty where there is none."""
     if not plan.num_ctas:
         return ""
-    spans = problem.spans()
-    schedule, splits = (torch.empty(tensor.shape, dtype=torch.int32) for tensor in (plan.schedule, plan.splits))
-    work = plan_fragments([span.tiles for span in spans], plan.num_ctas, plan.num_splits)
-    write_schedule(spans, work, schedule, splits)
-    differs = (schedule != UNSPECIFIED) & (plan.schedule.cpu() != schedule)
+    return schedule_error(problem.spans(), plan.num_ctas, plan.num_splits, plan.schedule.cpu(), plan.splits.cpu())
+
+
+def schedule_error(spans: Sequence[Span], num_ctas: int, num_splits: int, planned: Tensor, got: Tensor) -> str:
+    """The first difference of the planner's schedule and splits from the oracle's."""
+    schedule, splits = write_schedule(spans, plan_fragments([span.tiles for span in spans], num_ctas, num_splits))
+    differs = (schedule != UNSPECIFIED) & (planned != schedule)
     if bool(differs.any()):
         row, field = differs.nonzero()[0].tolist()
-        was, expected = int(plan.schedule[row, field]), int(schedule[row, field])
+        was, expected = int(planned[row, field]), int(schedule[row, field])
         return f"the plan's row {row}, field {field} is {was}; the oracle has {expected}"
-    got = plan.splits.cpu()
-    if not torch.equal(got[:, 0], splits[:, 0]) or not torch.equal(got[splits[:, 0] > 0], splits[splits[:, 0] > 0]):
-        return "the plan's splits differ from the oracle's"
-    return ""
+    return "" if torch.equal(got, splits) else "the plan's splits differ from the oracle's"
 
 
 def check_kernels(

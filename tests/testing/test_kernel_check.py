@@ -90,7 +90,9 @@ def test_a_plan_is_compared_with_the_oracle():
     empty = replace(empty, schedule=torch.empty(0, FIELDS, dtype=torch.int32))
     plan = plan_for(empty, 5)
     spans = problem.spans()
-    write_schedule(spans, plan_fragments([span.tiles for span in spans], 5), plan.schedule, plan.splits)
+    schedule, splits = write_schedule(spans, plan_fragments([span.tiles for span in spans], 5))
+    plan.schedule.copy_(schedule)
+    plan.splits.copy_(splits)
     assert plan.num_ctas == 5
     assert plan_error(problem, plan) == ""
     plan.schedule[1, 2] += 1

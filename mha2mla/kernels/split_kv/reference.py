@@ -14,7 +14,7 @@ from mha2mla.kernels.mla_decode.codes_selection import code_of
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent
 from mha2mla.kernels.ops import accumulator
 from mha2mla.kernels.rope_append.api import LatentRope, rotary_keys
-from mha2mla.kernels.split_kv.choice import FRAGMENT_TILES, TILE_TOKENS, Column
+from mha2mla.kernels.split_kv.choice import FIELDS, FRAGMENT_TILES, TILE_TOKENS, Column
 
 
 @dataclass(frozen=True)
@@ -238,23 +238,27 @@ def splits_of(work: list[list[Fragment]], batch: int) -> list[tuple[int, int]]:
     splits = [(0, -1)] * batch
     for fragment in (fragment for mine in work for fragment in mine):
         count, slot = splits[fragment.sequence]
-        splits[fragment.sequence] = (count + 1, fragment.slot if count == 0 else slot)
+        splits[fragment.sequence] = (count + 1, fragment.slot if fragment.first == 0 else slot)
     return splits
 
 
-def write_schedule(spans: list[Span], work: list[list[Fragment]], schedule: Tensor, splits: Tensor) -> None:
-    """Fills ``schedule`` [num_ctas + B, FIELDS] and ``splits`` [B, 2] (int32) in place, as the device planner does."""
-    schedule.fill_(-(2**31))
+def write_schedule(spans: list[Span], work: list[list[Fragment]], is_planned: bool = True) -> tuple[Tensor, Tensor]:
+    """``schedule`` [num_ctas + B, FIELDS] and ``splits`` [B, 2] (int32) as the device planner makes them of its work;
+    not ``is_planned``: of any fragments on any CTAs. Rows that nothing points at hold the smallest number."""
+    schedule = torch.full((len(work) + max(len(spans), sum(map(len, work))), FIELDS), -(2**31), dtype=torch.int32)
     rank = [0, *accumulate(span.tiles > 0 for span in spans)]
+    later = list(accumulate((max(0, len(mine) - 1) for mine in work), initial=-1))
     for cta, mine in enumerate(work):
         schedule[cta, Column.COUNT] = len(mine)
+        after = len(work) + (rank[mine[0].sequence] if is_planned and mine else later[cta])
         for f, fragment in enumerate(mine):
-            row = schedule[cta if f == 0 else len(work) + rank[mine[0].sequence] + f]
+            row = schedule[cta if f == 0 else after + f]
             row[: Column.NEXT] = torch.tensor(astuple(fragment))
             row[Column.START : Column.WINDOW_TILE + 1] = torch.tensor(astuple(spans[fragment.sequence])[:-1])
             if f == 0:
-                row[Column.NEXT] = len(work) + rank[fragment.sequence]
-    splits.copy_(torch.tensor(splits_of(work, len(spans))).view_as(splits))
+                row[Column.NEXT] = after
+    splits = torch.tensor(splits_of(work, len(spans)), dtype=torch.int32).view(-1, 2)
+    return (schedule[: len(work) + len(spans)] if is_planned else schedule), splits
 
 
 def mla_decode_reference(

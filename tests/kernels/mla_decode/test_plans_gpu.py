@@ -11,7 +11,7 @@ from mha2mla.kernels import mla_decode, plan_mla_decode
 from mha2mla.kernels.ops import capability
 from mha2mla.kernels.split_kv.choice import MAX_BATCH
 from mha2mla.testing.problems import Problem
-from tests.kernels.problems import assert_right, random_schedule_call, same_schedule
+from tests.kernels.problems import assert_right, planner_error, random_schedule_call
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -35,11 +35,11 @@ def test_the_planner_on_the_gpu_does_what_the_oracle_says():
 
     planner = compile_planner(capability(torch.device("cuda")))
     for seed in range(50):
-        assert same_schedule(planner, random_schedule_call(random.Random(seed)), "cuda"), f"seed {seed}"
+        assert planner_error(planner, random_schedule_call(random.Random(seed)), "cuda") == "", f"seed {seed}"
     draw = random.Random(50)
     for most in (1, 100, 9000):
         call = random_schedule_call(draw) | {"lengths": [draw.randint(0, most) for _ in range(MAX_BATCH)]}
-        assert same_schedule(planner, call | {"starts": None, "num_ctas": 264, "num_splits": 0}, "cuda")
+        assert planner_error(planner, call | {"starts": None, "num_ctas": 264, "num_splits": 0}, "cuda") == ""
 
 
 @pytest.mark.parametrize("num_splits", [1, 3, 40])
