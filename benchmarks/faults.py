@@ -103,26 +103,26 @@ FAULTS = tuple(
 +inside = token <= self.capacity
 # beams keep each other's tokens
 @ mha2mla/modeling/latent_layer.py
-? tests/modeling/test_cache.py
+? tests/modeling/test_cache_machine.py
 -rows = [rows[indices] for rows in self.rows()]
 +rows = [rows[indices.sort().values] for rows in self.rows()]
 # a fork does not own its pages
 @ mha2mla/modeling/pages.py
-? tests/modeling/test_pages.py
+? tests/modeling/test_paged_cache_machine.py
 -for page in self._pages[twin]:
 -            if page != NO_PAGE:
 +for page in self._pages[twin][1:]:
 +            if page != NO_PAGE:
 # a shared page is free while somebody owns it
 @ mha2mla/modeling/pages.py
-? tests/modeling/test_pages.py
+? tests/modeling/test_paged_cache_machine.py
 -if not self._owners[page]:
 -            self._free.append(page)
 +if self._owners[page] < 2:
 +            self._free.append(page)
 # a cropped sequence keeps its last page
 @ mha2mla/modeling/pages.py
-? tests/modeling/test_pages.py
+? tests/modeling/test_paged_cache_machine.py
 -mine, kept = self._pages[sequence], self._pages_for(length)
 +mine, kept = self._pages[sequence], self._pages_for(length + 1)
 # padding rows of a batch write to page 0

@@ -16,7 +16,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from mha2mla.conversion.families import adapter_for
+from mha2mla.conversion.layer_walk import converted_config
 from mha2mla.modeling import MHA2MLAConfig, MHA2MLAForCausalLM, configuration_mha2mla, modeling_mha2mla
+from tests.conversion import tiny
 from tests.conversion.tiny import YARN
 
 SIZES = {
@@ -111,12 +114,7 @@ LATENT_GEOMETRIES = {
     "latent qk-norm": ("qwen3", {"kv_lora_rank": 16, "qk_rope_head_dim": 10, "qk_nope_head_dim": 12}),
     "latent per layer": (
         "qwen2",
-        {
-            "kv_lora_rank": [16, 8],
-            "qk_rope_head_dim": [4, 6],
-            "qk_nope_head_dim": [8, 0],
-            "num_up_projection_heads": 6,
-        },
+        {"kv_lora_rank": [16, 8], "qk_rope_head_dim": [4, 6], "qk_nope_head_dim": [8, 0], "num_up_projection_heads": 6},
     ),
     "latent sliding": ("mistral-sliding", {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}),
     "latent some sliding": ("qwen2-sliding", {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}),
@@ -164,6 +162,24 @@ def mla_config(case: str = "per-group", **keys) -> MHA2MLAConfig:
 def mla_model(case: str = "per-group", **keys) -> MHA2MLAForCausalLM:
     """A random MLA model in float32."""
     return randomise(MHA2MLAForCausalLM(mla_config(case, **keys)).eval())
+
+
+def full_rank(source: nn.Module, *, rope_from_latent: bool = False) -> MHA2MLAForCausalLM:
+    """``source``'s weights as an MLA model of full rank, the same model to rounding: every pair rotates, of a latent of
+    the values beside rotary keys, or with ``rope_from_latent`` of the keys before RoPE and the values."""
+    adapter = adapter_for(source.config.to_dict())
+    spec = adapter.specify(source.config)
+    recipe = tiny.Recipe(layout="latent" if rope_from_latent else "per-group", cache_ratio=1.0)
+    geometries = recipe.geometries(spec)
+    model = MHA2MLAForCausalLM(converted_config(source.config, spec, geometries, recipe)).eval()
+    own, cpu = tiny.State(source), torch.device("cpu")
+    state = {name: tensor for name, tensor in source.state_dict().items() if ".self_attn." not in name}
+    for index, geometry in enumerate(geometries):
+        weights = adapter.attention_weights(own, spec, index, device=cpu, dtype=torch.float64)
+        tensors = tiny.convert_layer(spec.of_layer(index), geometry, recipe, weights, None)
+        state |= {f"model.layers.{index}.self_attn.{name}": tensor.float() for name, tensor in tensors.items()}
+    model.load_state_dict(state, strict=True)
+    return model
 
 
 def as_file(model: MHA2MLAForCausalLM) -> modeling_mha2mla.MHA2MLAForCausalLM:

@@ -76,96 +76,35 @@ def test_a_static_cache_does_not_move_and_has_an_end():
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-class TestVerbs:
-    """Each verb, then one step, against a cache that was filled with what the verb should leave."""
-
-    @pytest.fixture(params=["some sliding", "latent some sliding", "kept some sliding"])
-    def model(self, request):
-        return models.mla_model(request.param)
-
-    @pytest.fixture
-    def keys(self, static):
-        return {"max_cache_len": 40 if static else None, "page_size": 16}
-
-    def check(self, model, cache, ids, keys):
-        step = models.tokens(ids.shape[0], 1)
-        assert int(cache.get_seq_length()) == ids.shape[1]
-        expected = next_logits(model, filled(model, ids, **keys), step)
-        assert models.relative_error(next_logits(model, cache, step), expected) < 1e-6
-        # Again in the other form, over the view that it reads.
-        cache.crop(-1)
-        model.config.attention_backend = "mla_expanded"
-        assert models.relative_error(next_logits(model, cache, step), expected) < 2e-5
-        model.config.attention_backend = None
-
-    def test_crop(self, model, keys):
-        ids = models.tokens(2, 20)
-        cache = filled(model, ids, **keys)
-        cache.crop(0)
-        cache.crop(-6)
-        self.check(model, cache, ids[:, :14], keys)
-        with pytest.raises(ValueError, match="tokens_to_remove is 3"):
-            cache.crop(3)
-        with pytest.raises(ValueError, match="tokens_to_remove is -16; the cache holds 15 tokens"):
-            cache.crop(-16)
-        assert int(cache.get_seq_length()) == 15
-        cache.crop(-15)
-        assert int(cache.get_seq_length()) == 0
-
-    def test_reorder_cache(self, model, keys):
-        ids, order = models.tokens(3, 20), torch.tensor([2, 0, 0])
-        cache = filled(model, ids, **keys)
-        cache.reorder_cache(order)
-        self.check(model, cache, ids[order], keys)
-        with pytest.raises(ValueError, match=r"beam_idx.shape is \(1,\); expected \(3,\)"):
-            cache.reorder_cache(torch.tensor([1]))
-
-    def test_batch_repeat_interleave(self, model, keys):
-        ids = models.tokens(2, 20)
-        cache = filled(model, ids, **keys)
-        cache.batch_repeat_interleave(3)
-        self.check(model, cache, ids.repeat_interleave(3, 0), keys)
-
-    @pytest.mark.parametrize("indices", [[2, 0], [True, False, True, False]])
-    def test_batch_select_indices(self, model, keys, indices):
-        ids, indices = models.tokens(4, 20), torch.tensor(indices)
-        cache = filled(model, ids, **keys)
-        cache.batch_select_indices(indices)
-        self.check(model, cache, ids[indices], keys)
-
-    def test_reset(self, model, keys):
-        cache = filled(model, models.tokens(2, 30), **keys)
-        cache.reset()
-        assert int(cache.get_seq_length()) == 0
-        ids = models.tokens(2, 17)
-        with torch.no_grad():
-            model(ids, past_key_values=cache)
-        self.check(model, cache, ids, keys)
-
-    def test_another_batch_is_refused(self, model, keys):
-        cache = filled(model, models.tokens(2, 5), **keys)
-        with torch.no_grad(), pytest.raises(ValueError, match="key_states has batch size 3; expected 2"):
-            model(models.tokens(3, 1), past_key_values=cache)
-
-    def test_early_initialization(self, model, keys):
-        cache = LatentCache(model.config, **keys)
-        cache.early_initialization(2, num_heads=1, head_dim=1, dtype=torch.float32, device=torch.device("cpu"))
-        assert cache.is_initialized and int(cache.get_seq_length()) == 0
-        ids = models.tokens(2, 17)
-        with torch.no_grad():
-            model(ids, past_key_values=cache)
-        self.check(model, cache, ids, keys)
+@pytest.mark.parametrize("case", ["some sliding", "latent some sliding", "kept some sliding"])
+@torch.no_grad()
+def test_early_initialization(case, static):
+    model, ids = models.mla_model(case), models.tokens(2, 18)
+    keys = {"max_cache_len": 40 if static else None, "page_size": 16}
+    cache = LatentCache(model.config, **keys)
+    cache.early_initialization(2, num_heads=1, head_dim=1, dtype=torch.float32, device=torch.device("cpu"))
+    assert cache.is_initialized and int(cache.get_seq_length()) == 0
+    model(ids[:, :17], past_key_values=cache)
+    expected = next_logits(model, filled(model, ids[:, :17], **keys), ids[:, 17:])
+    assert models.relative_error(next_logits(model, cache, ids[:, 17:]), expected) < 1e-6
 
 
-def test_a_reset_dynamic_cache_takes_another_batch():
+@torch.no_grad()
+def test_refusals_of_verbs_name_the_argument(kind):
+    """What the verbs do and leave is in test_cache_machine.py."""
     model = models.mla_model()
-    cache = filled(model, models.tokens(2, 9))
-    cache.reset()
-    ids = models.tokens(5, 6)
-    with torch.no_grad():
-        logits = model(ids, past_key_values=cache).logits
-    assert torch.equal(logits, model(ids, use_cache=False).logits)
-    assert cache.get_seq_length() == 6
+    cache = filled(model, models.tokens(2, 15), **kind)
+    for call, message in (
+        (lambda: cache.crop(3), "tokens_to_remove is 3"),
+        (lambda: cache.crop(-16), "tokens_to_remove is -16; the cache holds 15 tokens"),
+        (lambda: cache.reorder_cache(torch.tensor([1])), r"beam_idx.shape is \(1,\); expected \(2,\)"),
+        (lambda: model(models.tokens(3, 1), past_key_values=cache), "key_states has batch size 3; expected 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    cache.batch_select_indices(torch.tensor([False, True]))
+    cache.crop(-15)
+    assert int(cache.get_seq_length()) == 0 and cache.layers[0].batch_size == 1
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ class MachineOfLatentsAlone(LatentCacheMachine):
 
 
 class MachineOfKeptKeys(LatentCacheMachine):
-    case = "kept per layer"
+    case = "kept some sliding"
 
 
 TestLatentCacheMachine, TestMachineOfLatentsAlone = LatentCacheMachine.TestCase, MachineOfLatentsAlone.TestCase

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, StoppingCriteria
 from mha2mla.modeling import LatentCache, captured, modeling_mha2mla
 from mha2mla.modeling import cache as cache_module
 from mha2mla.modeling.captured import CudaGraphs, GraphStore
+from tests.few import each
 from tests.modeling import models
 from tests.modeling.models import padded
 from tests.modeling.tape import Refusing, Tape
@@ -114,9 +115,7 @@ def test_cache_options_of_one_call(case, options):
     assert first is second is third is fourth is None and last is not None
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("lengths", [(9,), (9, 4)], ids=["one", "padded"])
-@pytest.mark.parametrize("case", LAYOUTS)
+@each("mode, case, lengths", MODES, LAYOUTS, [(9,), (9, 4)])
 def test_every_mode_of_decoding(case, lengths, mode):
     model, inputs = captured_model(case), padded(*lengths)
     expected = generate(model, inputs, **MODES[mode], capture=False).sequences
@@ -128,12 +127,11 @@ def test_every_mode_of_decoding(case, lengths, mode):
     assert torch.equal(static.sequences, expected) and static.past_key_values.captured is None
 
 
-@pytest.mark.parametrize("case", LAYOUTS)
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampling"])
+@each("case, sampled", LAYOUTS, [False, True])
 def test_assisted_decoding(case, sampled):
     """Drafts of an assistant, captured itself, that is often wrong, and of prompt lookup: a recording per length."""
     model, assistant = captured_model(case), captured_model(case)
-    inputs, options = {"input_ids": models.tokens(1, 12).repeat(1, 2)}, {"max_new_tokens": 40, "do_sample": sampled}
+    inputs, options = {"input_ids": models.tokens(1, 12).repeat(1, 2)}, {"max_new_tokens": 24, "do_sample": sampled}
     for drafts in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 4}):
         expected = generate(model, inputs, capture=False, **options, **drafts).sequences
         out = generate(model, inputs, **options, **drafts)

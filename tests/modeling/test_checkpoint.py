@@ -11,8 +11,8 @@ from transformers import (
 )
 
 from mha2mla.modeling import MHA2MLAForCausalLM, MLAAttention
+from tests.few import each
 from tests.modeling import models
-from tests.modeling.full_rank import full_rank
 
 TIED = "llama-yarn-tied"
 
@@ -21,8 +21,7 @@ def tables(model) -> list[torch.Tensor]:
     return [layer.self_attn.inv_freq for layer in model.model.layers]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", models.GEOMETRIES)
+@each("case, dtype", models.GEOMETRIES, [torch.float32, torch.bfloat16, torch.float16])
 @torch.no_grad()
 def test_round_trip(case, dtype, tmp_path):
     model = models.mla_model(case)
@@ -67,16 +66,9 @@ def test_frequencies_stay_float32_under_casts(cast):
         assert table.dtype == torch.float32 and torch.equal(table, expected)
 
 
-def test_frequencies_are_stored_as_float32(tmp_path):
-    models.mla_model().to(torch.bfloat16).save_pretrained(tmp_path)
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        assert file.get_tensor("model.layers.1.self_attn.inv_freq").dtype == torch.float32
-        assert file.get_tensor("model.layers.1.self_attn.v_b_proj").dtype == torch.bfloat16
-
-
 def test_far_positions_in_bfloat16():
     """Positions are counted in float32: 10000 and 10001 differ, which they do not in bfloat16."""
-    model = full_rank(models.source_model("mistral")).to(torch.bfloat16)
+    model = models.full_rank(models.source_model("mistral")).to(torch.bfloat16)
     hidden = torch.randn(1, 2, 48, dtype=torch.bfloat16)
     attention: MLAAttention = model.model.layers[0].self_attn
     with torch.no_grad():
@@ -86,7 +78,7 @@ def test_far_positions_in_bfloat16():
 
 
 def test_tied_embeddings_stay_tied(tmp_path):
-    model = full_rank(models.source_model(TIED))
+    model = models.full_rank(models.source_model(TIED))
     assert model.lm_head.weight is model.model.embed_tokens.weight
     model.save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
@@ -97,7 +89,7 @@ def test_tied_embeddings_stay_tied(tmp_path):
 
 @torch.no_grad()
 def test_resized_embeddings(tmp_path):
-    model = full_rank(models.source_model(TIED))
+    model = models.full_rank(models.source_model(TIED))
     model.resize_token_embeddings(104)
     ids = torch.tensor([[1, 100, 103]])
     expected = model(ids).logits
@@ -127,8 +119,7 @@ def test_construction_without_memory():
     assert model._no_split_modules == {"LlamaDecoderLayer"}
 
 
-@pytest.mark.parametrize("case", ["per-group", "latent", "kept qk-norm"])
-@pytest.mark.parametrize("offloaded", [("model.embed_tokens",), ("model.layers.0",), ("model.",)])
+@each("offloaded, case", ["model.embed_tokens", "model.layers.0", "model."], ["per-group", "latent", "kept qk-norm"])
 @torch.no_grad()
 def test_offloaded_weights(offloaded, case, tmp_path):
     """They are on the device "meta" until their module runs; neither cache, positions nor masks are ever there."""
@@ -148,10 +139,10 @@ def test_offloaded_weights(offloaded, case, tmp_path):
         options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "cache_implementation": kind}
         assert torch.equal(again.generate(ids, **options), model.generate(ids, **options))
     logits = []
-    for each in (model, again):
-        pages = each.paged_cache(num_pages=2, page_size=16)
+    for made in (model, again):
+        pages = made.paged_cache(num_pages=2, page_size=16)
         step = pages.step(pages.extend({pages.open(): 9}))
-        logits.append(each.forward_batch(ids[0], step))
+        logits.append(made.forward_batch(ids[0], step))
     assert torch.equal(*logits)
 
 
@@ -175,7 +166,7 @@ def test_auto_model_loads_the_base_model(tmp_path, case):
 @pytest.mark.parametrize("rope_from_latent", [False, True])
 def test_classifier_has_the_sources_scores_and_trains(tmp_path, rope_from_latent):
     source = models.source_model("llama")
-    full_rank(source, rope_from_latent=rope_from_latent).save_pretrained(tmp_path)
+    models.full_rank(source, rope_from_latent=rope_from_latent).save_pretrained(tmp_path)
     options = {"num_labels": 3, "pad_token_id": 0}
     mine, report = AutoModelForSequenceClassification.from_pretrained(tmp_path, **options, output_loading_info=True)
     assert report["missing_keys"] == {"score.weight"} and not report["unexpected_keys"]

@@ -9,13 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticC
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling import ATTENTION_BACKENDS, LatentCache, MHA2MLAConfig
-from mha2mla.modeling.config import (
-    cache_bytes,
-    cache_bytes_per_token,
-    cached_tokens,
-    layer_token_bytes,
-    visible_tokens,
-)
+from mha2mla.modeling.config import cache_bytes, cache_bytes_per_token, cached_tokens, layer_token_bytes, visible_tokens
 from mha2mla.modeling.configuration_mha2mla import SCHEMA_VERSION
 from tests.conversion import tiny
 from tests.folders import edit_config, read_json

@@ -6,7 +6,6 @@ from torch import nn
 
 from mha2mla.modeling import LatentCache
 from tests.modeling import models
-from tests.modeling.full_rank import full_rank
 from tests.ops import Calls
 
 KNOWN = ("llama", "qwen2", "qwen3", "mistral", "mistral-sliding", "qwen2-sliding")
@@ -40,7 +39,7 @@ def test_logits_of_every_geometry(case):
 
 @pytest.mark.parametrize("case", [*KNOWN, *OTHERS])
 def test_logits_of_every_family(case):
-    model, ids = full_rank(models.source_model(case)).eval(), models.tokens(2, 12)
+    model, ids = models.full_rank(models.source_model(case)).eval(), models.tokens(2, 12)
     out, calls = decode(model, ids)
     assert ("rms_norm" in calls) == (case in KNOWN)
     expected, _ = decode(with_hook(model), ids)

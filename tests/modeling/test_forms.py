@@ -4,7 +4,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
 
 from mha2mla.kernels import absorbs_up_to
 from mha2mla.modeling import LatentCache, backends
@@ -59,18 +58,6 @@ def test_several_tokens_under_a_window_are_absorbed(case, query_length, monkeypa
         logits[form] = models.logits_of_calls(model, cache, ids, stops, mask)[:, 5:]
     assert calls == [5] * 2 + [query_length] * 2 * 4
     assert models.relative_error(logits["absorbed"], logits["expanded"]) < TOLERANCE
-
-
-@pytest.mark.parametrize("case", models.GEOMETRIES)
-@torch.no_grad()
-def test_stock_caches_serve_the_expanded_form(case):
-    model = models.mla_model(case)
-    ids = models.tokens(2, 30)
-    expected = model(ids, use_cache=False).logits
-    caches = [DynamicCache(), DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=32)]
-    for cache in caches:
-        logits = models.logits_of_calls(model, cache, ids, (12, 13, 14, 18, 29, 30))
-        assert models.relative_error(logits, expected) < TOLERANCE
 
 
 @torch.no_grad()

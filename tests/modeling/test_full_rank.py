@@ -5,7 +5,6 @@ import torch
 
 from tests.few import each
 from tests.modeling import models
-from tests.modeling.full_rank import full_rank
 
 
 @pytest.fixture(params=models.BUILDS)
@@ -19,7 +18,7 @@ def build(request):
 def test_logits_are_the_sources(case, implementation, rope_from_latent, build):
     """Scale, pairing, and biases, norms, head width, rope scaling, tied embeddings, sliding windows."""
     source = models.source_model(case)
-    model = build(full_rank(source, rope_from_latent=rope_from_latent))
+    model = build(models.full_rank(source, rope_from_latent=rope_from_latent))
     model.set_attn_implementation(implementation)
     assert model.config._attn_implementation == model.model.config._attn_implementation == implementation
     ids = models.tokens(2, 37)
@@ -33,7 +32,7 @@ def test_logits_are_the_sources(case, implementation, rope_from_latent, build):
 @each("case, rope_from_latent", models.SOURCES, [False, True])
 def test_greedy_tokens_of_a_padded_batch(case, rope_from_latent, build):
     source = models.source_model(case)
-    model = build(full_rank(source, rope_from_latent=rope_from_latent))
+    model = build(models.full_rank(source, rope_from_latent=rope_from_latent))
     options = models.padded(12, 7, 1) | {"max_new_tokens": 12, "do_sample": False}
     expected = source.generate(**options)
     for implementation in ("dynamic", "static"):
@@ -43,13 +42,18 @@ def test_greedy_tokens_of_a_padded_batch(case, rope_from_latent, build):
 @pytest.mark.parametrize("case", ["mistral", "mixtral", "qwen3-moe", "gemma3"])  # no value bias, RoPE in bfloat16
 @torch.no_grad()
 def test_bfloat16_is_the_source_bit_by_bit(case, build):
-    """The same products in the same order: rounding, too, is the source's (c is the values, and W_UV copies them)."""
-    source = models.source_model(case)
-    model = build(full_rank(source)).to(torch.bfloat16)
+    """The same products in the same order: rounding, too, is the source's (c is the values, and W_UV copies them).
+    From the latent: sums of the same products and zeros, in another order."""
+    source, ids = models.source_model(case), models.tokens(2, 20)
+    exact = source(ids).logits
+    model = build(models.full_rank(source)).to(torch.bfloat16)
+    latent = build(models.full_rank(source, rope_from_latent=True)).to(torch.bfloat16)
     rotary = source.model.rotary_emb
     tables = {name: table.clone() for name, table in rotary.named_buffers()}
     source.to(torch.bfloat16)
     for name, table in tables.items():
         setattr(rotary, name, table)  # which .to() rounds in transformers' models, and must not in ours
-    ids = models.tokens(2, 20)
-    assert torch.equal(model(ids, use_cache=False).logits, source(ids).logits)
+    expected = source(ids).logits
+    assert torch.equal(model(ids, use_cache=False).logits, expected)
+    error = models.relative_error(latent(ids, use_cache=False).logits, exact)
+    assert error < 2 * models.relative_error(expected, exact)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -11,6 +13,7 @@ from mha2mla.kernels.split_kv import reference
 from mha2mla.modeling import LatentCache, modeling_mha2mla
 from mha2mla.modeling import cache as cache_module
 from mha2mla.modeling.step import AttentionStep
+from tests.few import each
 from tests.modeling import models
 
 READS = ("item", "tolist", "numpy", "nonzero", "equal", "__bool__", "__int__", "__float__", "__index__", "__contains__")
@@ -80,16 +83,16 @@ def test_the_watch_sees_a_read(read):
         read(number)
 
 
-@pytest.mark.parametrize(
-    "case", ["per-group", "some sliding", "per layer", "latent", "latent per layer", "kept per layer"]
-)
-@pytest.mark.parametrize("placed", [False, True], ids=["no positions", "positions"])
-@pytest.mark.parametrize("masked", [False, True], ids=["no mask", "left padding"])
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+CASES = ("per-group", "some sliding", "per layer", "latent", "latent per layer", "kept per layer")
+KINDS = itertools.product([False, True], repeat=3)  # left padding, positions given, static cache
+
+
+@each("kind, case", KINDS, CASES)
 @torch.no_grad()
-def test_a_one_token_step_reads_nothing(static, masked, placed, case, as_on_a_gpu):
+def test_a_one_token_step_reads_nothing(kind, case, as_on_a_gpu):
     """Positions are the model's own to find, as when a caller passes tokens and a cache and nothing else; or given, as
     ``generate`` gives them."""
+    masked, placed, static = kind
     model = models.mla_model(case, attention_backend="mla_reference")
     ids, mask = models.tokens(2, 12), models.left_mask(12, 0, 3 if masked else 0)
     expected = model(ids, attention_mask=mask).logits[:, 10:]

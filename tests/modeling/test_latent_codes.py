@@ -1,5 +1,7 @@
 """Latents cached as codes: one model over every cache, in any chunks, of the bytes that its config says."""
 
+import itertools
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -12,6 +14,7 @@ from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.batch import UniformBatch
 from mha2mla.modeling.config import cache_bytes
 from mha2mla.modeling.registry import AttentionConstants
+from tests.few import each
 from tests.modeling import models
 from tests.ops import Calls
 
@@ -34,12 +37,11 @@ def unquantised(model, ids):
     return logits
 
 
-@pytest.mark.parametrize("chunks", CHUNKS)
-@pytest.mark.parametrize("form", models.FORMS)
-@pytest.mark.parametrize("case", models.LATENT_GEOMETRIES)
+@each("form_case, chunks", itertools.product(models.FORMS, models.LATENT_GEOMETRIES), CHUNKS)
 @torch.no_grad()
-def test_chunks_of_any_size_are_one_model(case, form, chunks):
+def test_chunks_of_any_size_are_one_model(form_case, chunks):
     """Equal to a pass without a cache, and to that over transformers' own: attention reads codes everywhere."""
+    form, case = form_case
     model, ids = coded_model(case, attention_backend=models.FORMS[form]), models.tokens(3, 29)
     expected = model(ids, use_cache=False).logits
     assert models.relative_error(expected, unquantised(model, ids)) > 1e-3

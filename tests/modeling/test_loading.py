@@ -13,7 +13,6 @@ from mha2mla.modeling import MHA2MLAForCausalLM
 from mha2mla.modeling.stored_tensors import StoredParameters, check_finite, is_finite
 from tests.folders import WEIGHTS, edit_json, edit_weights, read_json
 from tests.modeling import models
-from tests.modeling.full_rank import full_rank
 
 INDEX = "model.safetensors.index.json"
 LAYER = "model.layers.1.self_attn."
@@ -72,7 +71,7 @@ def test_tensors_of_the_caller_are_checked_alike():
 @pytest.mark.parametrize("case", ["llama-yarn-tied", "mixtral"])
 def test_what_is_stored_otherwise_is_complete(case, tmp_path):
     """Tied embeddings once or twice; experts one by one, or as the stacks that a model holds."""
-    model = full_rank(models.source_model(case))
+    model = models.full_rank(models.source_model(case))
     model.save_pretrained(tmp_path)
     stacked = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -82,7 +81,7 @@ def test_what_is_stored_otherwise_is_complete(case, tmp_path):
 
 
 def test_one_missing_expert_is_named(tmp_path):
-    model = full_rank(models.source_model("mixtral"))
+    model = models.full_rank(models.source_model("mixtral"))
     model.save_pretrained(tmp_path)
     name = next(name for name in load_file(tmp_path / WEIGHTS) if "experts.1." in name)
     edit_weights(tmp_path, {name: ...})
@@ -106,8 +105,10 @@ def test_shards_outside_the_folder_are_not_read(folder, tmp_path):
         AutoModelForCausalLM.from_pretrained(sharded)
 
 
-def test_links_of_a_hub_snapshot_are_followed(folder, tmp_path):
+def test_links_of_a_hub_snapshot_are_followed(folder, tmp_path, monkeypatch):
     """By folder, and by hub id."""
+    # transformers looks for an adapter of a hub id whatever local_files_only says: 20 s where there is no network.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     cache, commit = tmp_path / "models--owner--name", "0123456789" * 4
     snapshot, blobs = cache / "snapshots" / commit, cache / "blobs"
     snapshot.mkdir(parents=True), blobs.mkdir(), (cache / "refs").mkdir()
@@ -184,7 +185,7 @@ def test_one_value_makes_a_tensor_not_finite(dtype):
 
 
 def test_shapes_of_a_tied_head_are_not_asked_for():
-    config = full_rank(models.source_model("llama-yarn-tied")).config
+    config = models.full_rank(models.source_model("llama-yarn-tied")).config
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert "lm_head.weight" not in StoredParameters(model, ()).shapes

@@ -18,8 +18,16 @@ from mha2mla.modeling import MHA2MLAForCausalLM, configuration_mha2mla
 from mha2mla.modeling.config import AUTO_MAP, CODE_FILES
 from mha2mla.serving.export import export
 from tests.conversion import tiny
-from tests.modeling.full_rank import full_rank
-from tests.modeling.models import TOLERANCE, as_file, left_mask, mla_model, relative_error, source_model, tokens
+from tests.modeling.models import (
+    TOLERANCE,
+    as_file,
+    full_rank,
+    left_mask,
+    mla_model,
+    relative_error,
+    source_model,
+    tokens,
+)
 
 RUN = """
 import importlib.abc, json, sys
@@ -103,16 +111,6 @@ def test_code_files_import_torch_and_transformers():
         allowed = {"__future__", "math", "sys", "types", "typing", "collections", "torch", "transformers"}
         assert {each.split(".")[0] for each in names} <= allowed | {"", "huggingface_hub"}, name
     assert mha2mla.__version__ == configuration_mha2mla.CODE_VERSION
-
-
-@torch.no_grad()
-def test_window_and_sinks_need_no_package():
-    for case in ("shared", "latent"):
-        model, ids = mla_model(case, attention_window=5, num_sink_tokens=2), tokens(2, 12)
-        file = as_file(model)
-        assert relative_error(file(ids).logits, model(ids, use_cache=False).logits) < TOLERANCE
-        options = {"max_new_tokens": 6, "do_sample": False}
-        assert torch.equal(file.generate(ids, **options), model.generate(ids, **options))
 
 
 def test_changed_code_fails_verification(tiny_converted, tmp_path):

@@ -5,7 +5,6 @@ import torch
 
 from mha2mla.modeling import LatentCache
 from tests.modeling import models
-from tests.modeling.full_rank import full_rank
 
 
 @pytest.fixture
@@ -28,7 +27,7 @@ class TestAttentions:
     @torch.no_grad()
     def test_are_the_sources(self, case, padded, build):
         source = eager(models.source_model(case))
-        model = build(eager(full_rank(source)))
+        model = build(eager(models.full_rank(source)))
         expected = source(**padded, output_attentions=True, use_cache=False).attentions
         for keys in ({"use_cache": False}, {"use_cache": True}):
             attentions = model(**padded, output_attentions=True, **keys).attentions
@@ -74,7 +73,7 @@ class TestAttentions:
 class TestRouters:
     def test_loss_is_the_sources(self, case, padded, build):
         source = models.source_model(case, router_aux_loss_coef=0.5)
-        model = build(full_rank(source))
+        model = build(models.full_rank(source))
         inputs = {**padded, "labels": padded["input_ids"], "use_cache": False}
         without = model(**inputs).loss
         for keys in ({}, {"attention_mask": None}):
@@ -94,7 +93,7 @@ class TestRouters:
     @torch.no_grad()
     def test_of_a_step_over_a_cache(self, case, padded):
         """The loss is that of the step's own tokens, padding left out."""
-        model = full_rank(models.source_model(case))
+        model = models.full_rank(models.source_model(case))
         ids, mask = padded.values()
         model.config.output_router_logits = True
         losses = []
@@ -111,7 +110,7 @@ class TestRouters:
 def test_hidden_states_are_the_sources(padded, build):
     """Asked for in the call, by the config, and of a step over a cache."""
     source = models.source_model("qwen3")
-    model = build(full_rank(source))
+    model = build(models.full_rank(source))
     expected = source(**padded, output_hidden_states=True).hidden_states
     called = model(**padded, output_hidden_states=True).hidden_states
     assert model(**padded).hidden_states is None
@@ -136,7 +135,7 @@ def test_loss_counts_items_of_the_batch(padded, build):
     labels[1, :4] = -100  # padding, and the token behind it
     given = {**padded, "labels": labels}
     for keys in ({}, {"num_items_in_batch": 7}):
-        torch.testing.assert_close(build(full_rank(source))(**given, **keys).loss, source(**given, **keys).loss)
+        torch.testing.assert_close(build(models.full_rank(source))(**given, **keys).loss, source(**given, **keys).loss)
 
 
 def test_a_model_without_routers_has_no_router_loss(padded, build):

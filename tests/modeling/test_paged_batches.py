@@ -44,10 +44,8 @@ def test_mixed_steps_equal_each_sequence_alone(case):
 @pytest.mark.parametrize("case", ["llama-yarn-tied", "qwen3-moe", "gemma3", "olmo2"])
 @torch.no_grad()
 def test_families(case, rope_from_latent):
-    from tests.modeling.full_rank import full_rank
-
     source = models.source_model(case)
-    model = full_rank(source, rope_from_latent=rope_from_latent)
+    model = models.full_rank(source, rope_from_latent=rope_from_latent)
     ids = models.tokens(2, 40)
     expected = source(ids, use_cache=False).logits
     cache = model.paged_cache(num_pages=8, page_size=16)

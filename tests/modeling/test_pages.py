@@ -1,24 +1,14 @@
-"""The page allocator and cache layouts: a state machine against plain lists of tokens, and every refusal."""
+"""The page allocator and cache layouts: copies of shared pages, and every refusal. test_paged_cache_machine.py has the
+state machine against plain lists of tokens."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling.cache_layout import CacheLayout, CacheTensor, fp8_layout, latent_layout
-from mha2mla.modeling.pages import OutOfPagesError, PageAllocator, PageCopy
-
-PAGES, PAGE = 12, 4
-
-
-def slots_of(allocator: PageAllocator, sequence: int, start: int = 0) -> list[int]:
-    """Where the tokens of a sequence from ``start`` on lie: page · page_size + offset, each."""
-    pages, size = allocator.pages(sequence), allocator.page_size
-    return [pages[token // size] * size + token % size for token in range(start, allocator.length(sequence))]
+from mha2mla.modeling.pages import PageAllocator, PageCopy
 
 
 def grow(allocator: PageAllocator, sequence: int, new_tokens: int) -> tuple[PageCopy, ...]:
@@ -32,96 +22,6 @@ def allocated(allocator: PageAllocator, length: int) -> int:
     sequence = allocator.allocate()
     grow(allocator, sequence, length)
     return sequence
-
-
-class CacheMachine(RuleBasedStateMachine):
-    """Sequences of numbered tokens in a real (tiny) paged tensor; free pages hold NaN, so that reading one shows."""
-
-    handles = Bundle("handles")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.allocator = PageAllocator(PAGES, PAGE)
-        self.layout = CacheLayout("test", (CacheTensor("tokens", (), torch.float32),), PAGE)
-        self.cache = self.layout.make(PAGES, fill=float("nan"))
-        self.expected: dict[int, list[float]] = {}
-        self.token = 0.0
-
-    def write(self, sequence: int, start: int) -> None:
-        """New tokens from ``start`` on, into a page table row as a kernel would see it."""
-        allocator = self.allocator
-        slots = slots_of(allocator, sequence, start)
-        fresh = [self.token + i for i in range(len(slots))]
-        self.token += len(slots)
-        self.cache["tokens"].view(-1)[slots] = torch.tensor(fresh)
-        self.expected[sequence] = self.expected[sequence][:start] + fresh
-
-    def refused(self) -> tuple:
-        allocator = self.allocator
-        return allocator.num_free, {s: (allocator.pages(s), allocator.length(s)) for s in allocator.sequences}
-
-    @rule(target=handles)
-    def allocate(self):
-        sequence = self.allocator.allocate()
-        self.expected[sequence] = []
-        return sequence
-
-    @rule(sequence=handles, new_tokens=st.integers(0, 3 * PAGE))
-    def grow(self, sequence, new_tokens):
-        before, start = self.refused(), self.allocator.length(sequence)
-        try:
-            growth = self.allocator.plan_growth({sequence: new_tokens})
-        except OutOfPagesError:
-            pages = -(-(start + new_tokens) // PAGE) - len(self.allocator.pages(sequence))
-            assert pages + 1 > self.allocator.num_free  # one more where the last is shared
-            assert self.refused() == before
-            return
-        assert self.refused() == before
-        self.layout.copy_pages(self.cache, growth.copies)
-        self.allocator.commit(growth)
-        assert before[0] - self.allocator.num_free == len(growth.taken)
-        self.write(sequence, start)
-
-    @rule(sequence=handles, share=st.floats(0, 1))
-    def truncate(self, sequence, share):
-        length = int(share * self.allocator.length(sequence))
-        self.allocator.truncate(sequence, length)
-        del self.expected[sequence][length:]
-
-    @rule(target=handles, sequence=handles)
-    def fork(self, sequence):
-        free = self.allocator.num_free
-        twin = self.allocator.fork(sequence)
-        assert self.allocator.num_free == free
-        self.expected[twin] = list(self.expected[sequence])
-        return twin
-
-    @rule(sequence=consumes(handles))
-    def free(self, sequence):
-        self.allocator.free(sequence)
-        del self.expected[sequence]
-
-    @invariant()
-    def every_page_is_owned_or_free(self):
-        allocator = self.allocator
-        owned = [page for sequence in allocator.sequences for page in set(allocator.pages(sequence))]
-        assert all(allocator.owners(page) == owned.count(page) for page in range(PAGES))
-        assert allocator.num_free == PAGES - len(set(owned))
-
-    @invariant()
-    def every_sequence_reads_its_own_tokens(self):
-        free = [page for page in range(PAGES) if not self.allocator.owners(page)]
-        self.cache["tokens"][free] = float("nan")
-        for sequence in self.allocator.sequences:
-            slots = slots_of(self.allocator, sequence)
-            assert len(self.allocator.pages(sequence)) == -(-len(slots) // PAGE)
-            assert self.cache["tokens"].flatten()[slots].tolist() == self.expected[sequence]
-
-
-CacheMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-TestCacheMachine = CacheMachine.TestCase
 
 
 def test_shared_page_is_copied_once_when_written():

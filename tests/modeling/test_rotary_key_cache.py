@@ -7,6 +7,7 @@ from transformers import DynamicCache
 from mha2mla.loop import Loop, Sampling
 from mha2mla.modeling import LatentCache
 from mha2mla.modeling.config import cache_bytes, keeps_rotary_keys
+from tests.few import each
 from tests.modeling import models
 
 EXACT = 1e-6  # in float64, but norms are float32
@@ -18,9 +19,7 @@ def kept(model, mode: str = "bfloat16"):
     return model
 
 
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("form", models.FORMS)
-@pytest.mark.parametrize("case", models.LATENT_GEOMETRIES)
+@each("case, form, static", models.LATENT_GEOMETRIES, models.FORMS, [False, True])
 @torch.no_grad()
 def test_kept_keys_give_computed_logits(case, form, static):
     """Left-padded beside unpadded rows, in float64; other factors on cos and sin per layer; biases of keys of 145."""

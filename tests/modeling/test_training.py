@@ -6,7 +6,6 @@ from transformers import DynamicCache
 
 from mha2mla.modeling import LatentCache
 from tests.modeling import models
-from tests.modeling.full_rank import full_rank
 
 
 def loss_and_gradients(model, ids, **keys):
@@ -20,7 +19,7 @@ def loss_and_gradients(model, ids, **keys):
 def test_gradients_are_the_sources(case):
     """Full rank: what is not attention has the source's gradients; W_O too, unless it had to take in a bias of W_V."""
     source = models.source_model(case).train()
-    model = full_rank(source).train()
+    model = models.full_rank(source).train()
     ids = models.tokens(2, 14)
     expected_loss, expected = loss_and_gradients(source, ids)
     loss, gradients = loss_and_gradients(model, ids)
@@ -37,7 +36,7 @@ def test_gradients_are_the_sources(case):
 def test_right_padded_batches_have_the_sources_loss(case, rope_from_latent):
     """As data collators pad: behind the tokens, with labels of -100 there."""
     source = models.source_model(case).train()
-    model = full_rank(source, rope_from_latent=rope_from_latent).train()
+    model = models.full_rank(source, rope_from_latent=rope_from_latent).train()
     ids, mask = models.tokens(3, 14), torch.ones(3, 14, dtype=torch.long)
     mask[0, 5:], mask[1, 11:] = 0, 0
     batch = {"attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}

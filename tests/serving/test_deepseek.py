@@ -192,15 +192,6 @@ def test_transformers_folder_has_guards_for_engines(tmp_path):
     assert "index_topk" not in config and GUARD not in weights
 
 
-@torch.no_grad()
-def test_transformers_pads_ranks_to_the_largest(tmp_path):
-    torch.manual_seed(0)
-    model = model_like("smollm2")
-    theirs = AutoModelForCausalLM.from_pretrained(exported(tmp_path, model, "transformers")).eval()
-    ids = tokens(2, 40)
-    assert theirs.config.kv_lora_rank == 32 and relative_error(theirs(ids).logits, model(ids).logits) < 1e-4
-
-
 def test_engines_refusals_name_every_reason(tmp_path):
     model = model_like("llama", attention_window=8)
     model.config.kv_lora_rank = [24, 600]

@@ -10,13 +10,7 @@ from mha2mla.kernels import MAX_EXPANDED_TOKENS, DecodePlan
 from mha2mla.kernels.split_kv.choice import SEQLENS_Q
 from mha2mla.modeling import ATTENTION_BACKENDS, MLAAttention
 from mha2mla.modeling.batch import uniform_length
-from mha2mla.serving.paged_step import (
-    EngineSteps,
-    cache_views,
-    host_lengths,
-    warm_up,
-    warm_up_batches,
-)
+from mha2mla.serving.paged_step import EngineSteps, cache_views, host_lengths, warm_up, warm_up_batches
 from tests.modeling.models import GEOMETRIES, TOLERANCE, mla_model, relative_error, tokens
 
 PAGE = 4

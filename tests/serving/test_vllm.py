@@ -16,8 +16,7 @@ from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling import ATTENTION_BACKENDS
 from mha2mla.modeling.tensor_parallel import HeadShard
 from tests.commands import ROOT, python
-from tests.modeling.full_rank import full_rank
-from tests.modeling.models import TOLERANCE, mla_model, randomise, relative_error, source_model, tokens
+from tests.modeling.models import TOLERANCE, full_rank, mla_model, randomise, relative_error, source_model, tokens
 
 pytest.importorskip("vllm", reason="vLLM is not installed (docs/serving.md)")
 PAGE = 64

@@ -1,9 +1,9 @@
 """One attention layer of the plug-in where vLLM is not installed: its own code, over stand-ins of vLLM's classes."""
 
+import itertools
 import sys
 from types import ModuleType, SimpleNamespace
 
-import pytest
 import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from tests.commands import python
 
 CASES = ("per-group", "latent per layer", "latent qk-norm", "kept per layer", "kept qk-norm", "kept no nope")
-CODE = "import sys; from tests.serving.test_vllm_layer import main; main(sys.argv[1])"
+CODE = "import sys; from tests.serving.test_vllm_layer import main; main(*sys.argv[1:])"
 PAGE = 64
 
 
@@ -48,15 +48,14 @@ def stand_in() -> dict[str, type]:
 
 
 @torch.no_grad()
-def main(case: str) -> None:
+def main(*cases: str) -> None:
     stand_in()
     import mha2mla.serving.vllm_attention as attention
     from mha2mla.serving.paged_step import EngineSteps
     from tests.modeling.models import TOLERANCE, mla_model, relative_error
 
     attention.SERVED_BY = "mla_reference"
-    torch.manual_seed(0)
-    model, layers, metadata = mla_model(case), {}, []
+    layers, metadata = {}, []
     engine = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context=layers),
         model_config=SimpleNamespace(dtype=torch.float32, max_model_len=100),
@@ -69,9 +68,11 @@ def main(case: str) -> None:
         layers[name].impl.forward(layers[name], q, k, v, layers[name].kv_cache, metadata[-1], out)
 
     library.impl("unified_attention_with_output", attend, "CPU")
-    for index in range(2):
+    for case, index in itertools.product(cases, range(2)):
+        torch.manual_seed(0)
+        model = mla_model(case)
         ours = model.model.layers[index].self_attn
-        layer = attention.MLAParallelAttention(model.config, index, LlamaRMSNorm, engine, f"layer.{index}")
+        layer = attention.MLAParallelAttention(model.config, index, LlamaRMSNorm, engine, f"{case}.{index}")
         layer.load_state_dict(ours.state_dict())
         width = layer.get_kv_cache_spec(engine).head_size
         assert width == layer.impl.head_size == model.config.cached_geometry(index).cache_numel_per_token
@@ -92,8 +93,7 @@ def main(case: str) -> None:
         assert relative_error(torch.cat(out), expected) < TOLERANCE, (case, index)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_vllm_layer_gives_the_layers_output(case):
+def test_vllm_layer_gives_the_layers_output():
     """In a process of its own, since the stand-ins would hide vLLM from other tests."""
-    done = python(CODE, case)
+    done = python(CODE, *CASES)
     assert done.returncode == 0, done.stderr[-3000:]
