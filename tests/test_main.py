@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.few import few
+
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
@@ -61,26 +63,24 @@ sys.exit(main())
 """
 
 
-@pytest.mark.parametrize(
-    "moment",
+@few(
+    "event, name",
     [
         ("import", "mha2mla.cli.verbs"),
         ("import", "torch"),
-        ("import", "torch.nn"),
-        ("import", "transformers"),
         ("open", "tokenizer.json"),
-        ("os.rename", "text.safetensors"),
         ("os.rename", "layer-00001.safetensors"),
-        ("os.rename", "model.safetensors"),
         ("os.rename", "conversion.json"),
+        *(("import", "torch.nn"), ("import", "transformers")),
+        *(("os.rename", "text.safetensors"), ("os.rename", "model.safetensors")),
     ],
-    ids=" ".join,
+    5,
 )
-def test_an_interrupt_at_any_moment_is_one_line(moment, tiny_source, tmp_path):
+def test_an_interrupt_at_any_moment_is_one_line(event, name, tiny_source, tmp_path):
     """While parsing, importing, reading the source, writing its text, layers, weights and the record."""
     argv = ["convert", str(tiny_source), str(tmp_path / "out"), "--device", "cpu", "--preset", "minimal"]
     argv += ["--calibration.text", "builtin:prose", "--calibration.tokens", "512", "--calibration.lengths", "64"]
-    ended(started("-c", AT_A_MOMENT, *moment, *argv))
+    ended(started("-c", AT_A_MOMENT, event, name, *argv))
     assert not (tmp_path / "out").exists()
 
 

@@ -14,7 +14,6 @@ import torch
 
 import mha2mla
 from mha2mla.conversion.calibration import generated_text, windows
-from mha2mla.conversion.layer_walk import LayerWalk
 from mha2mla.conversion.result.destination import temporary_folder
 from mha2mla.conversion.result.writer import DestinationError
 from mha2mla.conversion.resume import ResumeError
@@ -332,12 +331,6 @@ def test_layers_of_other_code_or_another_device_are_not_used(source, tmp_path, m
         assert finished(tmp_path) == 2
 
 
-def test_after_all_layers_only_writing_and_verifying_are_left(source, tmp_path, monkeypatch):
-    convert(source, tmp_path / "out", LAYERS, monkeypatch)
-    monkeypatch.setattr(LayerWalk, "__iter__", stop)
-    assert convert(source, tmp_path / "out").resumed_layers == LAYERS
-
-
 def other_text(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("Another text, which is long enough for some windows. " * 40)
@@ -374,26 +367,6 @@ def test_layers_of_a_changed_source_are_not_used_whatever_its_times_say(tmp_path
         convert(source, tmp_path / "out")
     flip_bit(weight)
     assert convert(source, tmp_path / "out").resumed_layers == 1
-
-
-def test_nothing_is_refused_over_a_run_that_finished_no_layer(source, tmp_path):
-    (tmp_path / ".out.mha2mla-tmp" / "work").mkdir(parents=True)
-    (tmp_path / ".out.mha2mla-tmp" / "work" / "request.json").write_text('{"recipe": {"seed": 8}}')
-    assert convert(source, tmp_path / "out").resumed_layers == 0
-
-
-def test_a_running_conversion_cannot_be_joined(source, tmp_path):
-    converter = Converter(source, {"fit.steps": 10_000})
-    try:
-        pid = converter.start(tmp_path / "out")
-        while not (tmp_path / ".out.mha2mla-tmp").exists():
-            time.sleep(0.02)
-        with pytest.raises(DestinationError, match="another process"):
-            convert(source, tmp_path / "out")
-        os.kill(pid, signal.SIGKILL)
-        assert converter.status() == signal.SIGKILL
-    finally:
-        converter.close()
 
 
 # In a mount namespace of its own: file systems of so many kB, what a conversion to each of them came to, and then, when

@@ -254,13 +254,6 @@ def test_model_latency_joins_levels_and_saves_rows(tiny_source, tiny_converted):
     assert rows._repr_html_().count("<tr>") == len(rows) + 1
 
 
-def test_unchecked_rows_say_so(tiny_source, tiny_converted):
-    rows = model_latency(tiny_source, tiny_converted, check=False, **ALL_LEVELS)
-    timed = [row for row in rows if "us_p50" in row]
-    assert len(timed) == 8 and {row["status"] for row in timed} == {NOT_CHECKED}
-    assert not any("error" in row for row in rows)
-
-
 @pytest.mark.parametrize("folder", ["tiny_source", "tiny_converted"])
 def test_a_cache_filled_with_noise_is_read_to_its_end(folder, request):
     model = AutoModelForCausalLM.from_pretrained(request.getfixturevalue(folder))

@@ -91,17 +91,6 @@ def test_pipes_are_refused_unopened(name, folder):
         load_tokenizer(folder, "checkpoint")
 
 
-def test_links_of_a_hub_snapshot_are_followed(folder, tmp_path):
-    cache = tmp_path / "models--owner--name"
-    snapshot, blobs = cache / "snapshots" / "abcd", cache / "blobs"
-    snapshot.mkdir(parents=True), blobs.mkdir()
-    for path in folder.iterdir():
-        shutil.copyfile(path, blobs / path.name)
-        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
-    model, tokenizer = mha2mla.load(snapshot, device="cpu")
-    assert model.num_parameters() > 0 and len(tokenizer) > 0
-
-
 def test_a_source_of_pickled_weights_is_left_to_transformers(tiny_source, tmp_path):
     folder = shutil.copytree(tiny_source, tmp_path / "source")
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")

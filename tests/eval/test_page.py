@@ -46,9 +46,10 @@ def _answers(path, model, answer, prompt="Say <b>|</b>"):
     return path
 
 
-@pytest.fixture
-def files(tmp_path, tiny_source, tiny_converted):
+@pytest.fixture(scope="module")
+def files(tmp_path_factory, tiny_source, tiny_converted):
     """A file of each kind, as the verbs write them."""
+    tmp_path = tmp_path_factory.mktemp("reports")
     quick = ("--device", "cpu", "--json")
     sizes = ("--text", "builtin:prose", "--lengths", "16,32", "--max-tokens", 64, "--kv-bits", "4")
     assert run("eval", "quality", tiny_source, tiny_converted, *sizes, *quick, tmp_path / "q.json") == 0

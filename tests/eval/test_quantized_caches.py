@@ -9,6 +9,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from mha2mla.conversion.latent.basis import latent_statistics
 from mha2mla.eval.quantized_caches import KVCodes, LatentCodes, QuantizedKV, QuantizedLatent
+from tests.few import each
 from tests.modeling import models
 
 LENGTH = 41
@@ -71,8 +72,7 @@ def source(name):
     return models.source_model(name).double()
 
 
-@pytest.mark.parametrize("keys", ["channel", "token"])
-@pytest.mark.parametrize("name", ["llama", "llama-yarn-tied", "qwen2-sliding", "qwen3", "gemma3"])
+@each("name, keys", ["llama", "llama-yarn-tied", "qwen2-sliding", "qwen3", "gemma3"], ["channel", "token"])
 @torch.no_grad()
 def test_a_pass_over_a_coded_kv_cache_is_decoding(name, keys):
     model, ids = source(name), models.tokens(1, LENGTH)
