@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import zlib
 
@@ -54,6 +55,19 @@ def source(tmp_path_factory: pytest.TempPathFactory):
     from tests.conversion import tiny
 
     return tiny.checkpoint(tmp_path_factory.mktemp("source") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def checkpoint_of(tmp_path_factory: pytest.TempPathFactory):
+    """Folder of a case of ``tiny.CASES``, made once; tests that change it copy it."""
+    from tests.conversion import tiny
+
+    @functools.cache
+    def folder(case: str, **keys):
+        family, own = tiny.CASES[case]
+        return tiny.checkpoint(tmp_path_factory.mktemp("case") / "source", family, **own, **keys)
+
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -44,6 +44,19 @@ class RaisingAt(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class FunctionCalls(TorchFunctionMode):
+    """Name of every call of ``functions`` of torch, and the width of its first argument, in order."""
+
+    def __init__(self, *functions):
+        super().__init__()
+        self.functions, self.made = functions, []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in self.functions:
+            self.made.append((func.__name__, args[0].shape[-1]))
+        return func(*args, **(kwargs or {}))
+
+
 class SdpaCalls(TorchFunctionMode):
     """Heads of query and key of each call of PyTorch's SDPA, and whether they are grouped."""
 

@@ -1,4 +1,4 @@
-"""The study of healing on a tiny model, from conversion to table."""
+"""The study of healing on a tiny model, from conversion to table, and the speeds of its parts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from benchmarks import healing
-from tests.conversion.calls import Calls
+from benchmarks import healing, healing_speed, healing_table
+from tests.ops import FunctionCalls
 
 
 def study(tiny_source, tmp_path, *arms, right=True, **keys):
@@ -64,7 +64,7 @@ def test_a_study_from_end_to_end(tiny_source, tmp_path, capsys):
     assert list(study(tiny_source, tmp_path, *arms, minutes=0)) == ["text"]
     assert "left out: 0.5:attention:1e-4:512, 0.5:all:1e-4:512" in capsys.readouterr().out
     measured = [rows[name] for name in source]
-    with Calls(torch.Tensor.aminmax) as calls:
+    with FunctionCalls(torch.Tensor.aminmax) as calls:
         rows = study(tiny_source, tmp_path, "0.5:mlp:1e-4:512", arms[0], right=False)
     assert [rows[name] for name in source] == measured and not calls.made, "no KV cache is quantised again"
     failed = rows["0.5:mlp:1e-4:512"]
@@ -79,3 +79,57 @@ def test_a_study_from_end_to_end(tiny_source, tmp_path, capsys):
 def test_an_arm_of_another_form_is_refused(text):
     with pytest.raises(ValueError, match=f"arms has '{text}'; expected RATIO"):
         healing.Arm.of(text)
+
+
+OLD = {"bytes": 0.1875, "ratio 512": 1.45, "ratio 8,192": 1.5}
+NEW = {"conversion": "0.1875", "rate": 1e-4, "tokens": 2e6, "seconds": 21.4, "kl_held_out_before": 0.4}
+
+
+def test_a_conversion_has_the_arm_that_held_out_windows_choose(tmp_path, capsys):
+    rows = [
+        {"name": "text", "seconds": 3.0},
+        {"name": "0.125x3 converted", **OLD, "bytes": 0.125},
+        {"name": "0.1875 converted", **OLD},
+        {"name": "a", "train": "all", "kl_held_out": 0.2, "ratio 512": 1.1, "ratio 8,192": 1.2, **NEW},
+        {"name": "b", "train": "attention", "kl_held_out": 0.3, "ratio 512": 1.0, "ratio 8,192": 1.0, **NEW},
+        {"name": "c", "status": "OutOfMemoryError: "},
+    ]
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps({"rows": rows, "compared": {"lengths": [512, 8192]}}))
+    assert healing_table.table([str(file)])
+    assert capsys.readouterr().out.splitlines() == [
+        "| bytes kept | before, 512 / 8,192 | after | held-out KL | trained | time |",
+        "|---|---|---|---|---|---|",
+        "| 0.1875, 16 bits | 1.450 / 1.500 | 1.100 / 1.200 | 0.400 → 0.200 | all weights, 1e-04, 2.0M tokens | 21 s |",
+    ]
+
+
+def test_steps_and_passes_have_their_parts(tiny_source, tiny_converted, tmp_path):
+    file = tmp_path / "rows.json"
+    assert healing_speed.text(str(tiny_source), batches=[2], long_batches=[3], device="cpu", json=str(file))
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    assert [(row["way"], row["batch"]) for row in rows] == [
+        *(("paged", 2), ("static", 2), ("paged", 3), ("static", 3), ("loop", 2), ("loop", 3))
+    ]
+    assert all(row["wall_ms"] > 0 and row["host_ms"] > 0 for row in rows)
+    file = tmp_path / "passes.json"
+    sizes = {
+        "device": "cpu",
+        "json": str(file),
+        "tokens": 128,
+        "lengths": [32],
+        "train": ["attention"],
+        "compiled": [False],
+    }
+    assert healing_speed.passes(str(tiny_source), str(tiny_converted), **sizes)
+    loss, row = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    parts = row["source_ms"] + row["student_ms"] + row["loss_ms"] + row["backward_ms"]
+    assert loss["loss_ms"] > 0 and 0 < row["backward_ms"] < parts and row["tokens_per_s"] > 0
+
+
+def test_a_part_that_fails_leaves_the_others(tiny_source, tmp_path):
+    rows = healing_speed.Rows("healing-passes", None, 60.0)
+    rows.attempt({"way": "none"}, lambda: {}["missing"])
+    rows.attempt({"way": "other"}, lambda: {"wall_ms": 1.0})
+    first, second = rows.table.rows
+    assert first["status"].startswith("KeyError") and "status" not in second

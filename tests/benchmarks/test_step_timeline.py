@@ -2,6 +2,7 @@
 
 import torch
 
+from benchmarks.step_calls import count_step
 from benchmarks.step_timeline import LAYOUTS, build, count_ops, in_parts, judge, prepared, products, summary
 
 
@@ -43,3 +44,13 @@ def test_what_is_said_of_a_timeline():
     found = summary(timeline, 4)
     assert [each["kernel"] for each in found.pop("layer")] == [str(index) for index in range(20, 30)]
     assert found == {"kernels": 40, "busy_ms": 0.12, "gap_ms": 0.04}
+
+
+def test_step_calls_stay_few():
+    calls = count_step()
+    assert calls.entered[0][2].endswith("prepare_inputs_for_generation")
+    names = {function for _, _, function, _ in calls.entered}
+    assert "AttentionStep.run" in names  # or the step was not served
+    # Fusing weights and looking into modules belongs to the prompt.
+    assert names.isdisjoint({"fuse_weights", "FusedDecoder.prepare", "is_plain", "_is_own", "StepPlanner._allocate"})
+    assert len(calls.entered) <= 250

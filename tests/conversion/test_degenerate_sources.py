@@ -1,4 +1,4 @@
-"""Sources whose statistics have no variance, or far too much: all of conversion stays finite, and exact at ratio 1."""
+"""Sources whose statistics have no variance, or far too much: all of conversion stays finite."""
 
 import copy
 import dataclasses
@@ -98,6 +98,7 @@ SOURCES = {
     "one window": keep_one_window,
     "one window of two tokens": keep_one_short_window,
 }
+MODELS = [("qwen2", torch.float32), ("qwen3-biases-yarn", torch.float32), ("qwen2", torch.float64)]
 
 
 class DegenerateLayer(Layer):
@@ -153,13 +154,11 @@ def error(layer, recipe, expected) -> float:
     return float((found - expected).norm())
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize(
-    "case, dtype", [("qwen2", torch.float32), ("qwen2", torch.float64), ("qwen3-biases-yarn", torch.float32)]
-)
-def test_every_rule_is_finite(case, dtype, source):
+@each("source, model", SOURCES, MODELS)
+def test_every_rule_is_finite(source, model):
     """Every selection in every layout, low-rank rules in turn; each of these centred and not. None is worse than no
     attention at all."""
+    case, dtype = model
     layer = DegenerateLayer(case, SOURCES[source], dtype)
     assert not not_finite({name: x for name, x in vars(layer.statistics).items() if isinstance(x, torch.Tensor)})
     expected, rules = source_output(layer), itertools.cycle(itertools.product(LowRankRule.names(), (True, False)))
@@ -168,14 +167,6 @@ def test_every_rule_is_finite(case, dtype, source):
             keys = {"rope_selection": selection, "latent_rule": rule, "latent_centered": centered, "fit_output": True}
             recipe = Recipe(layout=layout, qk_rope_head_dim=8, kv_lora_rank=24, **keys)
             assert error(layer, recipe, expected) <= expected.norm() + 1e-12, recipe
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("source", SOURCES)
-def test_a_full_cache_is_the_source_to_rounding(source, layout):
-    layer = DegenerateLayer("qwen2", SOURCES[source], torch.float32)
-    expected = source_output(layer)
-    assert error(layer, Recipe(layout=layout, cache_ratio=1.0), expected) <= 1e-6 * expected.norm()
 
 
 SCALES = st.sampled_from((0.0, 1e-20, 1e-4, 1.0, 1e2, 1e4))

@@ -13,17 +13,7 @@ from tests.conversion import tiny
 from tests.conversion.tiny import SHORT, relative
 from tests.ops import SdpaCalls
 
-CASES = {"llama": {}, "qwen3": {"head_dim": 24}, "mistral": {"sliding_window": 9}, "qwen2": {}}
-
-
-def converted(tmp_path, tokens, family="llama", recipe=SHORT, **keys):
-    source = tiny.checkpoint(tmp_path / "source", family, **keys)
-    report = tiny.convert(source, tmp_path / "out", recipe, evaluation=tokens)
-    models = [
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=kind).eval()
-        for folder, kind in ((source, "eager"), (tmp_path / "out", "sdpa"))
-    ]
-    return report.parity, *models
+CASES = ("llama", "qwen3", "mistral-sliding", "qwen2")
 
 
 def attention_calls(model, tokens):
@@ -44,12 +34,16 @@ def attention_calls(model, tokens):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
-def test_errors_of_layers(family, layout, tmp_path):
-    tokens = tiny.some_tokens(3, 40)
+def test_errors_of_layers(case, layout, checkpoint_of, tmp_path):
+    folder, tokens = checkpoint_of(case), tiny.some_tokens(3, 40)
     recipe = tiny.Recipe(layout=layout, **SHORT)
-    report, source, model = converted(tmp_path, tokens, family, recipe, **CASES[family])
+    report = tiny.convert(folder, tmp_path / "out", recipe, evaluation=tokens).parity
+    source, model = (
+        AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32, attn_implementation=kind).eval()
+        for each, kind in ((folder, "eager"), (tmp_path / "out", "sdpa"))
+    )
     (theirs, expected), (ours, actual) = attention_calls(source, tokens), attention_calls(model, tokens)
     assert [layer.layer for layer in report.layers] == [0, 1]
     for index, layer in enumerate(report.layers):
@@ -98,16 +92,8 @@ def test_what_is_constant_over_a_query_s_keys_is_no_score_error():
         assert error.value() > 1e-2
 
 
-def test_full_rank_has_no_error_in_any_layer(tmp_path):
-    recipe = tiny.Recipe(cache_ratio=1.0, **SHORT)
-    report, *_ = converted(tmp_path, tiny.some_tokens(), recipe=recipe)
-    for layer in report.layers:
-        for name in ("score_error", "output_error", "stream_output_error", "hidden_error"):
-            assert getattr(layer, name) < 1e-5, name
-
-
-def test_slices_and_blocks_do_not_change_the_numbers(tmp_path, monkeypatch):
-    source, tokens = tiny.checkpoint(tmp_path / "source"), tiny.some_tokens(3, 40)
+def test_slices_and_blocks_do_not_change_the_numbers(source, tmp_path, monkeypatch):
+    tokens = tiny.some_tokens(3, 40)
     whole = tiny.convert(source, tmp_path / "one", evaluation=tokens).parity.to_dict()
     monkeypatch.setattr(parity, "_HEAD_BLOCK", 48 * 50)  # six slices of 264 tokens
     monkeypatch.setattr(parity, "_BLOCK", 7 * 50)
@@ -118,8 +104,8 @@ def test_slices_and_blocks_do_not_change_the_numbers(tmp_path, monkeypatch):
         assert two == pytest.approx(one, rel=1e-5)
 
 
-def test_heads_are_read_once_where_they_fit(tmp_path, monkeypatch):
-    source, tokens, read = tiny.checkpoint(tmp_path / "source"), tiny.some_tokens(3, 40), []
+def test_heads_are_read_once_where_they_fit(source, tmp_path, monkeypatch):
+    tokens, read = tiny.some_tokens(3, 40), []
     rows = StreamedModel.head_rows
     monkeypatch.setattr(
         StreamedModel, "head_rows", lambda model, *slices: (read.append(slices), rows(model, *slices))[1]
@@ -130,9 +116,9 @@ def test_heads_are_read_once_where_they_fit(tmp_path, monkeypatch):
     assert len(read) > 2 + 2 * len(tokens) and again.parity.to_dict() == kept.parity.to_dict()
 
 
-def test_comparison_attends_over_ungrouped_heads(tmp_path):
+def test_comparison_attends_over_ungrouped_heads(source, tmp_path):
     """PyTorch's math backend, which serves grouped float32 heads on CUDA, holds squares of the length."""
-    source, out = tiny.checkpoint(tmp_path / "source"), tmp_path / "out"
+    out = tmp_path / "out"
     tiny.convert(source, out, tiny.Recipe(layout="per-group", **SHORT))
     cpu, dtype = torch.device("cpu"), torch.float32
     model, reader = open_source(source).model(cpu, dtype), open_converted(out).reader

@@ -34,12 +34,10 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
             {"kv_lora_rank": 64, "qk_rope_head_dim": 16},
             "kv_lora_rank is 64 and qk_rope_head_dim 16 but layout is not given; expected layout: shared, which caches",
         ),
-        ({"rope": {"selection": "uneven"}}, "rope.selection is 'uneven'; expected one of 'high', 'low'"),
         ({"reconstruction_steps": 3}, "recipe key 'reconstruction_steps' is unknown"),
         ({"rope": Fit()}, "recipe stage 'rope' is Fit("),
         ({"latent.rule": "svd"}, "latent.rule is 'svd'; expected one of 'svd-joint'"),
         ({"cache_ratio": 0}, "cache_ratio is 0; expected a number above 0, at most 1"),
-        ({"cache_ratio": 1.5}, "cache_ratio is 1.5"),
         ({"cache_ratio": float("nan")}, "cache_ratio is nan"),
         ({"cache_ratio": "0.5"}, "cache_ratio is '0.5'"),
         ({"cache_ratio": 0.5, "kv_lora_rank": 8, "qk_rope_head_dim": 8}, "cache_ratio is 0.5 beside kv_lora_rank=8"),
@@ -99,15 +97,6 @@ def test_keys_lie_beside_one_another_or_in_their_stages(values):
     assert Recipe.from_dict({"preset": "minimal", **values}) == expected
     assert Recipe.from_preset("minimal", **values) == expected
     assert Recipe(preset="minimal", **values) == expected
-
-
-def test_round_trips_through_dict_and_yaml(tmp_path):
-    changes = {"layout": "shared", "kv_lora_rank": 96, "qk_rope_head_dim": 32, "latent.rule": "svd-split"}
-    recipe = Recipe.from_preset("quick", **changes)
-    assert Recipe.from_dict(recipe.to_dict()) == recipe
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe.to_dict()))
-    assert Recipe.from_dict(recipe_file(tmp_path / "recipe.yaml")) == recipe
-    assert recipe.changes() == changes
 
 
 def test_an_empty_file_is_the_default_recipe(tmp_path):
@@ -249,24 +238,20 @@ def test_calibration_is_asked_for_only_when_a_statistic_enters_the_weights():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_recorded_with_all_its_keys(name, tmp_path):
-    recipe = Recipe.from_preset(name, **{"calibration.seed": 3})
+    recipe, file = Recipe.from_preset(name, **{"calibration.seed": 3}), tmp_path / "recipe.yaml"
     assert recipe.preset == name and recipe.changes() == {"calibration.seed": 3}
     assert {key: recipe.flat()[key] for key in PRESETS[name]} == dict(PRESETS[name])
     assert Recipe.from_dict(recipe.to_dict()) == recipe
-    (tmp_path / "recipe.yaml").write_text(f"preset: {name}\ncalibration:\n  seed: 3\n")
-    assert Recipe.from_dict(recipe_file(tmp_path / "recipe.yaml")) == recipe
-
-
-def test_a_target_beside_a_preset_replaces_the_presets():
-    preset = Recipe.from_preset("deepseek-512+64")
-    assert preset.target == Target(layout="shared", kv_lora_rank=512, qk_rope_head_dim=64)
-    other = Recipe.from_preset("deepseek-512+64", cache_ratio=0.5)
-    assert other.target == Target(layout="shared", cache_ratio=0.5)
-    assert other.latent.centered is False
+    for text in (f"preset: {name}\ncalibration:\n  seed: 3\n", yaml.safe_dump(recipe.to_dict())):
+        file.write_text(text)
+        assert Recipe.from_dict(recipe_file(file)) == recipe
 
 
 def test_deepseeks_shape_refuses_a_source_that_caches_less():
     recipe = Recipe.from_preset("deepseek-512+64")
+    assert recipe.target == Target(layout="shared", kv_lora_rank=512, qk_rope_head_dim=64)
+    other = Recipe.from_preset("deepseek-512+64", cache_ratio=0.5)  # a target beside a preset replaces the preset's
+    assert other.target == Target(layout="shared", cache_ratio=0.5) and other.latent.centered is False
     with pytest.raises(ValueError, match="kv_lora_rank is 512; expected at most 320"):
         recipe.geometry(spec(**SMOLLM2))
     llama2 = spec(hidden_size=4096, num_attention_heads=32, num_key_value_heads=32, head_dim=128)

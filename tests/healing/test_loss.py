@@ -67,13 +67,6 @@ def test_heads_see_one_chunk_at_a_time():
     assert [head.most for head in heads] == [8, 8]
 
 
-def test_loss_without_gradients():
-    student, teacher, *heads = case()
-    expected = distillation_loss(student, teacher, *heads)
-    with torch.no_grad():
-        assert torch.equal(distillation_loss(student, teacher, *heads), expected)
-
-
 def test_loss_refuses_other_shapes():
     student, teacher, *heads = case()
     with pytest.raises(ValueError, match=r"student is \(13, 6\) beside teacher of \(12, 5\)"):

@@ -21,23 +21,14 @@ from tests.commands import ROOT
 from tests.conversion import tiny
 from tests.conversion.tiny import SHORT
 from tests.few import few
+from tests.healing.conftest import LATENT
 
-LATENT = {"layout": "latent", "cache_ratio": 0.25, **SHORT}
 SMALL = {"tokens": 1280, "batch_tokens": 128, "tokens_at_once": 64, "rate": 3e-3}  # ten steps of two passes
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("MHA2MLA_CACHE", str(tmp_path_factory.mktemp("cache")))
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """A source and a conversion of it."""
-    folder = tmp_path_factory.mktemp("pair")
-    tiny.checkpoint(folder / "source", "llama")
-    tiny.convert(folder / "source", folder / "converted", LATENT, evaluation="builtin:prose")
-    return folder / "source", folder / "converted"
 
 
 def heal(folders, destination, **keys):
@@ -177,40 +168,30 @@ def in_the_comparison(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("ends", "passes"), [(in_a_step, 8), (in_a_checkpoint, 8), (before_writing, 0), (in_the_comparison, 0)]
+    ("ends", "passes", "compile"),
+    [
+        *((in_a_step, 8, "never"), (in_a_checkpoint, 8, "never"), (before_writing, 0, "never")),
+        *((in_the_comparison, 0, "never"), (in_a_checkpoint, None, "always")),
+    ],
 )
-def test_a_killed_run_goes_on_to_the_bit(ends, passes, folders, tmp_path, monkeypatch):
-    heal(folders, tmp_path / "whole")
+def test_a_killed_run_goes_on_to_the_bit(ends, passes, compile, folders, tmp_path, monkeypatch):
+    heal(folders, tmp_path / "whole", compile=compile)
 
     def killed():
         with pytest.MonkeyPatch.context() as patch:
             ends(patch)
-            heal(folders, tmp_path / "out")
+            heal(folders, tmp_path / "out", compile=compile)
 
     assert in_a_process(killed) == signal.SIGKILL
     assert not (tmp_path / "out").exists()
-    counted = Steps(monkeypatch)
-    report = heal(folders, tmp_path / "out")
-    assert counted.calls == passes, "checkpoints are made after every step here"
+    torch.compiler.reset()  # as in a process that compiled nothing
+    counted = Steps(monkeypatch) if compile == "never" else None
+    report = heal(folders, tmp_path / "out", compile=compile)
+    assert counted is None or counted.calls == passes, "checkpoints are made after every step here"
     assert report.trained.steps == 10
     whole, out = tmp_path / "whole" / "model.safetensors", tmp_path / "out" / "model.safetensors"
     assert whole.read_bytes() == out.read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
-
-
-def test_a_killed_compiled_run_goes_on_to_the_bit(folders, tmp_path):
-    heal(folders, tmp_path / "whole", compile="always")
-
-    def killed():
-        with pytest.MonkeyPatch.context() as patch:
-            in_a_checkpoint(patch)
-            heal(folders, tmp_path / "out", compile="always")
-
-    assert in_a_process(killed) == signal.SIGKILL
-    torch.compiler.reset()  # as in a process that compiled nothing
-    heal(folders, tmp_path / "out", compile="always")
-    whole, out = tmp_path / "whole" / "model.safetensors", tmp_path / "out" / "model.safetensors"
-    assert whole.read_bytes() == out.read_bytes()
 
 
 def test_other_settings_do_not_go_on(folders, tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from mha2mla.healing.settings import PRESETS, Settings
 from mha2mla.healing.student import load_models
 from mha2mla.healing.training import Distillation, last_checkpoint, passes, tokens_in, warm_up
 from tests.conversion import tiny
-from tests.healing.test_run import LATENT, folders  # noqa: F401  a fixture
+from tests.healing.conftest import LATENT
 from tests.ops import Calls
 
 
@@ -29,7 +29,7 @@ def test_blocks_of_a_pass_have_one_length():
     assert all(abs(order.count(block) - 10) <= 1 for block in range(16))
 
 
-def test_minutes_become_tokens_by_the_clock(folders, monkeypatch):  # noqa: F811
+def test_minutes_become_tokens_by_the_clock(folders, monkeypatch):
     settings = Settings.of("quick", minutes=2.0, length=32, long_length=64, batch_tokens=64, tokens_at_once=64)
     distillation = Distillation(load_models(*folders, torch.device("cpu"), settings), None)
     clock = iter([10.0, 16.0, 20.0, 32.0])  # three passes of 64 tokens in six seconds, of long windows in twelve
@@ -40,7 +40,7 @@ def test_minutes_become_tokens_by_the_clock(folders, monkeypatch):  # noqa: F811
     assert all(each.grad is None for each in distillation.parameters())
 
 
-def test_state_is_the_trained_weights(folders):  # noqa: F811
+def test_state_is_the_trained_weights(folders):
     settings = Settings.of("quick", tokens=64, length=32, long_length=32)
     distillation = Distillation(load_models(*folders, torch.device("cpu"), settings), None)
     state = distillation.state_dict()
@@ -48,7 +48,7 @@ def test_state_is_the_trained_weights(folders):  # noqa: F811
     assert not any(name.endswith("inv_freq") for name in state)
 
 
-def test_windows_of_several_lengths_are_one_mean(folders):  # noqa: F811
+def test_windows_of_several_lengths_are_one_mean(folders):
     settings = Settings.of("quick", tokens=64, length=16, long_length=32)
     distillation = Distillation(load_models(*folders, torch.device("cpu"), settings), None)
     ids = torch.randint(2, 258, (3, 32))
@@ -57,9 +57,22 @@ def test_windows_of_several_lengths_are_one_mean(folders):  # noqa: F811
     torch.testing.assert_close(distillation(ids, lengths)["loss"], sum(alone) / 3)
 
 
-def test_codes_are_noise_that_gradients_pass(folders, tmp_path):  # noqa: F811
-    coded = tmp_path / "coded"
-    tiny.convert(folders[0], coded, {**LATENT, "latent.bits": 3}, evaluation="builtin:prose")
+@pytest.fixture(scope="module")
+def coded(folders, tmp_path_factory):
+    """Folder of a conversion over 3-bit codes."""
+    folder = tmp_path_factory.mktemp("coded") / "converted"
+    tiny.convert(folders[0], folder, {**LATENT, "latent.bits": 3}, evaluation="builtin:prose")
+    return folder
+
+
+@pytest.fixture
+def models(folders, coded):
+    """Both models, the student over codes, all weights trained."""
+    settings = Settings.of("quick", tokens=64, length=32, long_length=32, train="all")
+    return load_models(folders[0], coded, torch.device("cpu"), settings)
+
+
+def test_codes_are_noise_that_gradients_pass(folders, coded):
     settings = Settings.of("quick", tokens=64, length=32, long_length=32)
     models = load_models(folders[0], coded, torch.device("cpu"), settings)
     ids, distillation = tiny.some_tokens(2, 32), Distillation(models, None)
@@ -76,15 +89,8 @@ def test_codes_are_noise_that_gradients_pass(folders, tmp_path):  # noqa: F811
     assert all(attention.get_parameter(name).grad.abs().sum() > 0 for name in names)
 
 
-def coded(folders, tmp_path, **settings):  # noqa: F811
-    """Both models, the student over 3-bit codes, all weights trained."""
-    tiny.convert(folders[0], tmp_path / "coded", {**LATENT, "latent.bits": 3}, evaluation="builtin:prose")
-    settings = Settings.of("quick", tokens=64, length=32, long_length=32, train="all", **settings)
-    return load_models(folders[0], tmp_path / "coded", torch.device("cpu"), settings)
-
-
-def test_compiled_layers_train_as_they_are(folders, tmp_path):  # noqa: F811
-    models, ids, lengths = coded(folders, tmp_path), tiny.some_tokens(2, 32), torch.tensor([32, 32])
+def test_compiled_layers_train_as_they_are(models):
+    ids, lengths = tiny.some_tokens(2, 32), torch.tensor([32, 32])
     found = []
     for compiled in (False, True):
         distillation = Distillation(models, None, compiled)
@@ -105,8 +111,8 @@ def test_compiled_layers_train_as_they_are(folders, tmp_path):  # noqa: F811
     assert not {"aten::silu", "aten::_log_softmax"} & set(names)
 
 
-def test_layers_have_one_graph(folders, tmp_path):  # noqa: F811
-    models, graphs = coded(folders, tmp_path), []
+def test_layers_have_one_graph(models):
+    graphs = []
     torch.compiler.reset()
 
     def backend(graph, _):
@@ -123,9 +129,9 @@ def test_layers_have_one_graph(folders, tmp_path):  # noqa: F811
     assert 0 < counts[0] == counts[-1]
 
 
-def test_training_runs_what_warm_up_compiled(folders, tmp_path):  # noqa: F811
+def test_training_runs_what_warm_up_compiled(models):
     torch.compiler.reset()
-    distillation = Distillation(coded(folders, tmp_path), None, True)
+    distillation = Distillation(models, None, True)
     blocks = TokenBlocks.of(tiny.some_tokens(4, 32))
     warm_up(distillation, blocks, 2)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -134,8 +140,8 @@ def test_training_runs_what_warm_up_compiled(folders, tmp_path):  # noqa: F811
     assert graphs and torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
-def test_a_step_runs_few_ops_and_fills_no_memory(folders, tmp_path):  # noqa: F811
-    distillation = Distillation(coded(folders, tmp_path), None)
+def test_a_step_runs_few_ops_and_fills_no_memory(models):
+    distillation = Distillation(models, None)
     with deterministic(warn_only=True), torch.profiler.profile() as profile:
         distillation(tiny.some_tokens(2, 32), torch.tensor([32, 32]))["loss"].backward()
     counts = {each.key: each.count for each in profile.key_averages()}
@@ -143,7 +149,7 @@ def test_a_step_runs_few_ops_and_fills_no_memory(folders, tmp_path):  # noqa: F8
 
 
 @pytest.mark.parametrize("from_minutes", [False, True])
-def test_layers_that_do_not_compile_train_plainly(from_minutes, folders, monkeypatch):  # noqa: F811
+def test_layers_that_do_not_compile_train_plainly(from_minutes, folders, monkeypatch):
     settings = Settings.of("quick", tokens=64, length=32, long_length=32)
     distillation = Distillation(load_models(*folders, torch.device("cpu"), settings), None, True)
     forward = Distillation._forward

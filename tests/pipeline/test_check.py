@@ -50,12 +50,9 @@ def test_a_bad_source_is_named_and_leaves_nothing(damage, tmp_path):
         ({"evaluation": "LATIN"}, "evaluation .*is not UTF-8"),
         ({"device": "cuda:77"}, "device is 'cuda:77'"),
         ({"device": "gpu"}, "device is 'gpu'"),
-        ({"device": "meta"}, "device is 'meta'"),
         ({"device": [0]}, r"device is '\[0\]'"),
         ({"dtype": torch.int8}, "dtype is torch.int8"),
         ({"recipe": ["layout"]}, "recipe is a list; expected a Recipe or a mapping of its keys"),
-        ({"recipe": {"layot": "shared"}}, "recipe key 'layot' is unknown"),
-        ({"recipe": {"preset": "quick"}, "preset": "shared"}, "preset is 'shared' beside a recipe of pres"),
         ({"recipe": {}, "preset": "best"}, "preset is 'best'; expected one of 'auto'"),
         ({"dtype": "bfloat16"}, "dtype is 'bfloat16'"),
         ({"compute_dtype": torch.float8_e4m3fn}, "compute_dtype is torch.float8_e4m3fn"),
@@ -99,11 +96,6 @@ def test_a_path_that_is_none_is_named(name, source, tmp_path):
         convert(source, name)
 
 
-def test_a_source_that_is_no_folder_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match="absent'; expected an existing checkpoint folder"):
-        convert(tmp_path / "absent", tmp_path / "out")
-
-
 def test_a_tilde_is_the_home_folder(source, monkeypatch):
     """A folder named "~" was made in the current one, and ``load`` did not find it by the name that was printed."""
     monkeypatch.setenv("HOME", str(source.parent))
@@ -128,8 +120,7 @@ def test_old_rotary_buffers_in_a_source_are_passed_over(tmp_path):
     convert(source, tmp_path / "out", tiny.Recipe(cache_ratio=1.0, **SHORT))
 
 
-def test_keyword_arguments_are_recipe_keys(tmp_path):
-    source = tiny.checkpoint(tmp_path / "source")
+def test_keyword_arguments_are_recipe_keys(source, tmp_path):
     common = {"evaluation_tokens": 64, "device": "cpu", "progress": False}
     stages = {"fit": {"steps": 1}, "calibration": {"text": "builtin:prose", "tokens": 512, "lengths": 64}}
     keys = {"cache_ratio": 0.25, "layout": "shared", **stages}

@@ -48,21 +48,3 @@ def test_the_logits_are_the_same(case):
     assert models.relative_error(torch.cat(logits, 1), expected[:, 20:]) < models.TOLERANCE
     assert found.config.cache_bytes_per_token(2) == model.config.cache_bytes_per_token(2)
     assert all(layer.tensors.keys() == {"latent_cache"} for layer in cache.layers)
-
-
-@pytest.mark.parametrize("case", ["per-group", "per-head"])
-def test_biases_are_in_the_latent_and_the_rotary_map_is_a_choice_of_its_rows(case):
-    model = models.mla_model(case)
-    geometry = model.config.layer_geometry(0)
-    tensors = model.model.layers[0].self_attn.state_dict()
-    found = latent_tensors(geometry, tensors)
-    rank, width = geometry.kv_lora_rank, geometry.rope_width
-    assert torch.equal(found["k_rope_proj.weight"], torch.eye(rank + width)[rank:])
-    assert not found["k_rope_proj.bias"].any()
-    if model.config.qk_norm:
-        assert torch.equal(found["v_a_proj.weight"][:rank], tensors["v_a_proj.weight"])
-        assert not found["v_a_proj.weight"][rank:].any() and torch.equal(found["k_proj.bias"], tensors["k_proj.bias"])
-    else:
-        assert torch.equal(found["kv_a_proj.bias"].sort().values, tensors["kv_a_proj.bias"].sort().values)
-    for name in tensors.keys() - {"inv_freq"}:  # moved, padded with zeros, nothing else
-        assert torch.equal(found[name][found[name] != 0].sort().values, tensors[name][tensors[name] != 0].sort().values)

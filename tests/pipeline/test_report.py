@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import mha2mla
 from mha2mla.conversion.families import adapter_for
+from mha2mla.eval.inspection import inspect_checkpoint
 from mha2mla.eval.report import format_value
 from mha2mla.pipeline.report import note_on_steps
 from mha2mla.pipeline.sizing import DEFAULT_GPU, GPUS
@@ -87,21 +88,25 @@ def test_layers_that_were_not_fitted_are_named(source, tmp_path, capsys):
 
 def test_the_card_shows_the_loss_by_layer(source, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
-    convert(source, tmp_path / "one")
+    convert(source, tmp_path / "one", plot=True)
     picture = tmp_path / "one" / "loss_per_layer.png"
     assert picture.read_bytes().startswith(b"\x89PNG") and 1000 < picture.stat().st_size < 100_000
     assert f"]({picture.name})" in (tmp_path / "one" / "README.md").read_text()
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # what import finds where it is not installed
-    convert(source, tmp_path / "two", progress=True)
+    convert(source, tmp_path / "two", plot=True, progress=True)
     assert "pip install -e '.[plots]' in the clone" in capsys.readouterr().err
     assert not (tmp_path / "two" / picture.name).exists()
     assert picture.name not in (tmp_path / "two" / "README.md").read_text()
 
 
-def test_a_geometry_that_no_kernel_serves_is_said_at_conversion_in_the_card_and_by_inspect(source, tmp_path):
-    from mha2mla.eval.inspection import inspect_checkpoint
-
+def test_a_geometry_that_no_kernel_serves_is_said_at_conversion_in_the_card_and_by_inspect(source, tmp_path, recwarn):
+    recipe = tiny.Recipe(layout="per-group", kv_lora_rank=24, qk_rope_head_dim=8, **SHORT)
+    report, served = convert(source, tmp_path / "served", recipe), "absorbed, mla_paged; batches: mla_paged"
+    assert not [warning for warning in recwarn if "kernel" in str(warning.message)]
+    row = inspect_checkpoint(tmp_path / "served").geometries[0]
+    assert report.decode_backend == f"on CUDA {served}" and row["decode_on_cuda"] == served
+    assert row["no_kernel_because"] is None
     reason = "qk_rope_head_dim is 4; TileLang kernels take multiples of 8 up to 128 for num_rope_heads=2"
     recipe = tiny.Recipe(layout="per-group", kv_lora_rank=24, qk_rope_head_dim=4, **SHORT)
     with pytest.warns(UserWarning, match="no kernel will serve 2 of 2 converted layers on a GPU") as caught:
@@ -136,17 +141,6 @@ def test_a_geometry_too_wide_is_told_the_ratio_that_a_kernel_serves():
     assert 3328 * ratio <= 1024 * 0.5 < 3328 * (ratio + 0.01)
     with pytest.warns(UserWarning, match=f"a cache_ratio up to {ratio:.2f} would give a geometry that one serves"):
         warn_of_slow_layers(layers(3328, 24))
-
-
-def test_a_geometry_that_a_kernel_serves_is_converted_without_a_warning(source, tmp_path, recwarn):
-    from mha2mla.eval.inspection import inspect_checkpoint
-
-    recipe = tiny.Recipe(layout="per-group", kv_lora_rank=24, qk_rope_head_dim=8, **SHORT)
-    report = convert(source, tmp_path / "out", recipe)
-    assert not [warning for warning in recwarn if "kernel" in str(warning.message)]
-    assert report.decode_backend == "on CUDA absorbed, mla_paged; batches: mla_paged"
-    row = inspect_checkpoint(tmp_path / "out").geometries[0]
-    assert row["decode_on_cuda"] == "absorbed, mla_paged; batches: mla_paged" and row["no_kernel_because"] is None
 
 
 def test_closing_lines_predict_the_step_by_rotary_width():

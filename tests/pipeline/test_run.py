@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 import mha2mla
 from mha2mla.conversion.latent.rules import LowRankRule
 from mha2mla.conversion.recipe import Recipe, selections
-from mha2mla.conversion.result.writer import DestinationError
 from mha2mla.conversion.source.checkpoint import CheckpointReader
 from mha2mla.conversion.source.files import SourceChangedError
 from mha2mla.conversion.target import LAYOUTS
@@ -143,22 +142,6 @@ def test_a_source_that_changes_during_the_run_is_never_published(change, when, t
     with pytest.raises(SourceChangedError, match="changed during the conversion"):
         convert(source, tmp_path / "out", SHORT | ranks)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-def test_overwriting_replaces_a_converted_checkpoint_as_a_whole_and_nothing_else(source, tmp_path):
-    """A mistyped destination must not cost anybody a folder."""
-    out = tmp_path / "out"
-    out.mkdir()
-    for name, named in (("thesis.tex", "neither empty nor a converted checkpoint"), ("mine", "holds mine, which no")):
-        (out / name).write_text("x")
-        with pytest.raises(DestinationError, match=named):
-            convert(source, out, overwrite=True)
-        assert (out / name).read_text() == "x"
-        (out / name).unlink()
-        convert(source, out, overwrite=True)
-    (out / "tokenizer.stale.json").touch()
-    convert(source, out, overwrite=True)
-    assert not list(out.glob("*stale*")) and (out / "config.json").exists()
 
 
 @pytest.mark.gpu

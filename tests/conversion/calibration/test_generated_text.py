@@ -5,12 +5,12 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mha2mla.conversion.calibration import generated_text
 from mha2mla.conversion.calibration.generated_text import _cut, generate_windows, generator_of
 from mha2mla.conversion.calibration.texts import prompts
 from tests.conversion import tiny
+from tests.ops import Calls
 
 
 def test_generated_windows_are_reproducible_and_begin_as_documents_do_or_within_one():
@@ -49,27 +49,17 @@ def always_ends(model, end):
     return model
 
 
-class Operations(TorchDispatchMode):
-    """Counts operations by name."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.counts[operation.overloadpacket.__name__] += 1
-        return operation(*args, **(kwargs or {}))
-
-
 def test_a_token_is_drawn_without_checks_on_the_host():
     model, tokenizer = tiny.model(), tiny.tokenizer()
-    with Operations() as long:
-        generate_windows(model, tokenizer, 48, 4, seed=0)
-    with Operations() as longer:
-        generate_windows(model, tokenizer, 64, 4, seed=0)
-    assert longer.counts["exponential_"] - long.counts["exponential_"] == 16, "one draw a token"
-    assert "multinomial" not in longer.counts
-    waits = [each.counts["_local_scalar_dense"] + each.counts["item"] for each in (long, longer)]
+    counts = []
+    for length in (48, 64):
+        with Calls() as calls:
+            generate_windows(model, tokenizer, length, 4, seed=0)
+        counts.append(Counter(name.partition("::")[2].partition(".")[0] for name in calls.names))
+    long, longer = counts
+    assert longer["exponential_"] - long["exponential_"] == 16, "one draw a token"
+    assert "multinomial" not in longer
+    waits = [each["_local_scalar_dense"] + each["item"] for each in counts]
     assert waits[0] == waits[1], "no token waits for a number"
 
 
@@ -129,10 +119,9 @@ def test_openings_in_unknown_scripts_are_left_out():
     assert not any(text.startswith(("История", "这座", "この町")) for text in texts)
 
 
-def test_a_folder_writes_as_its_model_does(tmp_path):
-    folder = tiny.checkpoint(tmp_path / "tiny")
-    tokenizer = tiny.loaded_tokenizer(folder)
-    generate = generator_of(folder, tokenizer, seed=1, device=torch.device("cpu"))
+def test_a_folder_writes_as_its_model_does(source):
+    tokenizer = tiny.loaded_tokenizer(source)
+    generate = generator_of(source, tokenizer, seed=1, device=torch.device("cpu"))
     for length in (32, 48):  # windows of other lengths begin with other prompts
         assert torch.equal(
             generate("generated", length, 3), generate_windows(tiny.model(), tokenizer, length, 3, seed=1 + length)

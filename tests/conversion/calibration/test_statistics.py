@@ -5,8 +5,8 @@ import torch
 
 from mha2mla.conversion.calibration.statistics import StatisticsCollector
 from mha2mla.conversion.rope.rules import key_second_moment
-from tests.conversion.calls import Calls
 from tests.conversion.one_layer import Layer
+from tests.ops import FunctionCalls
 
 
 def test_statistics_are_those_of_the_formulas():
@@ -81,7 +81,7 @@ def test_a_head_that_looks_nowhere_but_at_the_sink_looks_no_distance_back():
 def test_distances_cost_few_operations_a_query():
     """Each is a launch on a GPU, where there are a thousand queries in a layer."""
     layer = Layer("llama")
-    with Calls(torch.Tensor.flip, torch.Tensor.double) as calls:
+    with FunctionCalls(torch.Tensor.flip, torch.Tensor.double) as calls:
         StatisticsCollector(layer.spec, layer.weights, window=None, distances=True)._add_distances(
             torch.rand(4, 5, 40), range(0, 40, 8), 1.0
         )

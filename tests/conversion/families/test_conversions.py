@@ -1,5 +1,7 @@
 """Every family through the whole pipeline: exact at full rank, as measured below it, experts untouched."""
 
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,19 +15,14 @@ from tests.few import each
 from tests.folders import WEIGHTS, edit_config, edit_weights, read_json
 
 
-def made(case, folder, **more):
-    family, keys = tiny.CASES[case]
-    return tiny.checkpoint(folder, family, **keys, **more)
-
-
 def loaded(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @each("case, layout", tiny.CASES, LAYOUTS)
-def test_full_rank_reproduces_the_source(case, layout, tmp_path):
+def test_full_rank_reproduces_the_source(case, layout, checkpoint_of, tmp_path):
     """Pairing, biases, norms, head width, rope scaling, tied embeddings, sliding windows."""
-    folder = made(case, tmp_path / "source")
+    folder = checkpoint_of(case)
     report = convert(folder, tmp_path / "out", tiny.Recipe(layout=layout, **FULL))
     assert report.parity.logits_relative_error <= 1e-4
     assert report.cache_ratio == 1.0 and report.calibration_tokens == 0
@@ -48,9 +45,8 @@ def soften(folder):
 
 
 @each("case, layout", FAMILIES, LAYOUTS)
-def test_half_rank_reloads_as_measured(case, layout, tmp_path):
-    folder = made(case, tmp_path / "source")
-    held_out = tiny.some_tokens(2, 32)
+def test_half_rank_reloads_as_measured(case, layout, checkpoint_of, tmp_path):
+    folder, held_out = shutil.copytree(checkpoint_of(case), tmp_path / "source"), tiny.some_tokens(2, 32)
     soften(folder)
     report = convert(folder, tmp_path / "out", tiny.Recipe(layout=layout, **SHORT), evaluation=held_out)
     expected, actual = (tiny.logits(path, held_out)[:, :-1] for path in (folder, tmp_path / "out"))
@@ -94,9 +90,9 @@ def test_fused_projections_convert_as_separate_ones_do(tmp_path):
     assert attention and all(torch.equal(one[name], two[name]) for name in attention)
 
 
-def test_configs_written_by_older_libraries_convert(tmp_path):
+def test_configs_written_by_older_libraries_convert(checkpoint_of, tmp_path):
     """RoPE at the top level and names of remote code, as Phi-3 was published."""
-    folder = made("phi3-longrope", tmp_path / "source")
+    folder = shutil.copytree(checkpoint_of("phi3-longrope"), tmp_path / "source")
     rope = read_json(folder / "config.json")["rope_parameters"]
     edit_config(
         folder,
@@ -122,8 +118,8 @@ EXPERT = {
 
 
 @pytest.mark.parametrize("case", EXPERT)
-def test_experts_keep_their_names_and_bits(case, tmp_path):
-    folder = made(case, tmp_path / "source")
+def test_experts_keep_their_names_and_bits(case, checkpoint_of, tmp_path):
+    folder = checkpoint_of(case)
     convert(folder, tmp_path / "out", tiny.Recipe(**SHORT))
     before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
     assert EXPERT[case] in before
@@ -137,10 +133,10 @@ def test_experts_keep_their_names_and_bits(case, tmp_path):
 
 
 @pytest.mark.parametrize("case", EXPERT)
-def test_stacked_experts_are_read_too(case, tmp_path):
+def test_stacked_experts_are_read_too(case, checkpoint_of, tmp_path):
     """As a state dict holds them: all experts of a layer in one tensor."""
     family, keys = tiny.CASES[case]
-    folder = made(case, tmp_path / "source")
+    folder = shutil.copytree(checkpoint_of(case), tmp_path / "source")
     stacked = tiny.model(family, **keys).state_dict()
     assert "model.layers.1.mlp.experts.gate_up_proj" in stacked
     save_file(stacked, folder / WEIGHTS, metadata={"format": "pt"})
@@ -157,8 +153,8 @@ def test_stacked_experts_are_read_too(case, tmp_path):
         (lambda weight: weight * torch.nan, "tensor {} in model.safetensors has .* NaN"),
     ],
 )
-def test_a_damaged_expert_is_named_and_leaves_nothing(case, change, named, tmp_path):
-    folder = made(case, tmp_path / "source")
+def test_a_damaged_expert_is_named_and_leaves_nothing(case, change, named, checkpoint_of, tmp_path):
+    folder = shutil.copytree(checkpoint_of(case), tmp_path / "source")
     edit_weights(folder, {EXPERT[case]: change})
     with pytest.raises(CheckpointError, match=named.format(EXPERT[case])):
         convert(folder, tmp_path / "out", tiny.Recipe(**FULL))
@@ -167,8 +163,8 @@ def test_a_damaged_expert_is_named_and_leaves_nothing(case, change, named, tmp_p
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", FAMILIES)
-def test_full_rank_reproduces_the_source_on_a_gpu(case, tmp_path):
-    folder = made(case, tmp_path / "source")
+def test_full_rank_reproduces_the_source_on_a_gpu(case, checkpoint_of, tmp_path):
+    folder = checkpoint_of(case)
     report = convert(folder, tmp_path / "out", tiny.Recipe(**FULL), device="cuda")
     assert report.device == "cuda" and report.parity.logits_relative_error <= 1e-4
     tokens = tiny.some_tokens()

@@ -11,10 +11,10 @@ from mha2mla.conversion.latent.rules import LowRankRule, factorise
 from mha2mla.conversion.layer import finish_layer, latent_problem, prepare_layer, rotary_keys, un_rotated_keys
 from mha2mla.conversion.target import LAYOUTS
 from tests.conversion import tiny
-from tests.conversion.calls import Calls
 from tests.conversion.one_layer import Layer, basis_of
 from tests.conversion.plain_mla import plain_mla_attention
 from tests.conversion.tiny import Recipe, relative
+from tests.ops import FunctionCalls
 
 CASES = ["llama", "qwen2", "qwen3-biases-yarn", "mistral-sliding", "olmo2", "gemma3"]
 
@@ -99,7 +99,7 @@ def test_a_refit_of_queries_never_raises_what_it_minimises(case, layout):
     layer = SampledLayer(case)
     basis, maps, windows = maps_of(layer, layout)
     start = closed_form.fitted_queries(basis, maps)
-    with Calls(torch.Tensor.cos) as calls:
+    with FunctionCalls(torch.Tensor.cos) as calls:
         found = closed_form.refit_queries(layer.spec, windows, start, maps)
     assert len(calls.made) == (2 * len(windows) if layout == "latent" else 0), "of its keys, of its queries"
     before, after = (score_losses(layer, windows, maps, queries) for queries in (start, found))

@@ -11,8 +11,8 @@ import torch
 from mha2mla.conversion.latent.basis import BasisRule, Importance, LatentStatistics, LatentTap, latent_statistics
 from mha2mla.kernels import GroupQuantizer
 from mha2mla.terminal import Span, StagedBar
-from tests.conversion.calls import Calls
 from tests.modeling import models
+from tests.ops import FunctionCalls
 
 
 def statistics(width=32, rows=4096, scale=1.0):
@@ -37,7 +37,7 @@ def test_a_basis_is_undone_and_bounded(name):
 
 
 def test_layers_of_one_width_share_a_rotation():
-    calls, (first, second) = Calls(torch.linalg.qr), (statistics(width=40), statistics(width=40))
+    calls, (first, second) = FunctionCalls(torch.linalg.qr), (statistics(width=40), statistics(width=40))
     with calls:
         bases = [Importance(seed=4321).basis(each, group=8) for each in (first, second)]
     assert calls.made == [("linalg_qr", 40)] and not torch.equal(bases[0].encoder, bases[1].encoder)

@@ -16,7 +16,6 @@ from mha2mla.geometry import MLAGeometry, code_bytes
 from tests.conversion import tiny
 from tests.conversion.tiny import Recipe, walk_over
 from tests.few import each
-from tests.folders import read_json
 
 LAYERS = 3
 SHORT = {"preset": "minimal", "calibration_tokens": 320, "calibration_lengths": 40}
@@ -218,16 +217,6 @@ def test_a_layer_of_full_rank_has_the_bias_of_others(tmp_path):
     recipe = Recipe(layout="latent", kv_lora_rank=32, qk_rope_head_dim=32, **mixed, **SHORT)
     report = tiny.convert(source, tmp_path / "mixed", recipe, **texts)  # exact but for codes, which parity leaves out
     assert report.parity.kl > 1e-4
-
-
-def test_ranks_may_be_given(source, tmp_path):
-    given_ranks = [24, 16, 40]
-    recipe = Recipe(layout="shared", kv_lora_rank=24, qk_rope_head_dim=8, latent_ranks=given_ranks,
-                    latent_rule="svd-joint", rope_selection="high", latent_centered=False,
-                    fit_queries=False)  # fmt: skip
-    tiny.convert(source, tmp_path / "out", recipe, evaluation=tiny.some_tokens(2, 40))
-    config = read_json(tmp_path / "out" / "config.json")
-    assert config["kv_lora_rank"] == given_ranks
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from mha2mla.conversion.latent import rules
 from mha2mla.conversion.latent.rules import LatentProblem, LowRankRule, _alternate, _principal, factorise
 from mha2mla.pipeline import ParityError
 from tests.conversion import tiny
-from tests.conversion.calls import Calls
+from tests.ops import FunctionCalls
 
 
 def covariance(size, seed):
@@ -98,7 +98,7 @@ def problem(kv_heads=2, nope=6, width=8, features=24):
 
 def test_another_rank_decomposes_the_latent_alone():
     rule, given = LowRankRule.find("whitened-joint"), problem(features=40)
-    first, second = (Calls(torch.linalg.eigh, torch.linalg.eigvalsh) for _ in range(2))
+    first, second = (FunctionCalls(torch.linalg.eigh, torch.linalg.eigvalsh) for _ in range(2))
     with first:
         rule.factors(given, 8, centered=True)
     assert first.made.count(("linalg_eigh", 40)) == 1 and "linalg_eigvalsh" not in dict(first.made)
@@ -151,9 +151,8 @@ def test_a_split_rank_goes_to_keys_and_values_by_width():
     assert (factors.key_decoder[..., :6] != 0).any(1).all()
 
 
-def test_directions_that_few_tokens_leave_open_do_no_harm_on_other_text(tmp_path, monkeypatch):
+def test_directions_that_few_tokens_leave_open_do_no_harm_on_other_text(source, tmp_path, monkeypatch):
     """32 tokens for a width of 48: without shrinkage the rest is noise, multiplied by what inverts it."""
-    source = tiny.checkpoint(tmp_path / "source")
 
     def convert(shrinkage):
         monkeypatch.setattr(rules, "SHRINKAGE", shrinkage)

@@ -144,21 +144,6 @@ def test_links_that_somebody_planted_are_not_followed(tmp_path):
     assert (theirs / "precious").read_text() == "x"
 
 
-def leave_work(parent):
-    (parent / ".out.mha2mla-tmp" / "work").mkdir(parents=True)
-    (parent / ".out.mha2mla-tmp" / "work" / "layer").write_text("done")
-    (parent / ".out.mha2mla-tmp" / "shard").write_text("half")
-    return parent / ".out.mha2mla-tmp"
-
-
-def test_work_that_a_killed_run_left_is_there_for_the_next_and_never_part_of_the_result(tmp_path):
-    leave_work(tmp_path)
-    with temporary_folder(tmp_path / "out", overwrite=False) as folder:
-        assert listing(folder) == ["work"] and listing(folder / "work") == ["layer"]
-        (folder / "file").write_text("x")
-    assert listing(tmp_path) == ["out"] and listing(tmp_path / "out") == ["file"]
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, MemoryError, SystemExit])
 def test_whatever_ends_a_run_its_work_is_kept_where_it_is_of_use_and_nothing_else(error, tmp_path):
     for keeps, left in ((True, [".out.mha2mla-tmp"]), (False, [])):
@@ -276,13 +261,6 @@ def test_a_folder_with_files_of_the_user_is_not_replaced(tmp_path):
         check_destination(out, tmp_path / "source", overwrite=True)
     assert_refused(expected, out, overwrite=True)
     assert sorted(out.rglob("*")) == before
-
-
-def test_a_file_that_appears_meanwhile_is_not_removed(tmp_path):
-    out = converted(tmp_path / "out")
-    with pytest.raises(DestinationError, match="holds mine"), temporary_folder(out, overwrite=True):
-        (out / "mine").write_text("x")
-    assert listing(tmp_path) == ["out"] and (out / "mine").read_text() == "x"
 
 
 def test_a_mount_point_is_refused_before_work(tmp_path, monkeypatch):
