@@ -116,7 +116,9 @@ with forgiving_streams():
 @pytest.mark.slow
 def test_convert_with_closed_streams(tiny_source, tmp_path):
     command = f"{sys.executable} -m mha2mla convert {tiny_source} {tmp_path / 'out'} --device cpu"
-    command += " --preset minimal --calibration.tokens 256 --calibration.lengths 64 >&- 2>&-"
+    command += (
+        " --preset minimal --calibration.text builtin:prose --calibration.tokens 256 --calibration.lengths 64 >&- 2>&-"
+    )
     environment = {**os.environ, "PYTHONPATH": str(Path(mha2mla.__file__).parents[1])}
     assert subprocess.run(["bash", "-c", command], env=environment, check=False).returncode == 0
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "mha2mla"
