@@ -22,17 +22,9 @@ class Machine:
 
     on_cpu: bool = False
 
-    @property
-    def alloc_shared(self):
-        return T.alloc_local if self.on_cpu else T.alloc_shared
-
-    @property
-    def alloc_fragment(self):
-        return T.alloc_local if self.on_cpu else T.alloc_fragment
-
-    @property
-    def parallel(self):
-        return T.grid if self.on_cpu else T.Parallel
+    alloc_shared = property(lambda m: T.alloc_local if m.on_cpu else T.alloc_shared)
+    alloc_fragment = property(lambda m: T.alloc_local if m.on_cpu else T.alloc_fragment)
+    parallel = property(lambda m: T.grid if m.on_cpu else T.Parallel)
 
     def rounds(self, count: int):
         """Iterations of a short loop, unrolled. On the C target each has its own scope: in one scope its ``max`` reads

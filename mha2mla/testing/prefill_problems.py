@@ -49,9 +49,7 @@ class PrefillProblem:
     scale: float = 1.0
     seed: int = 0
 
-    @property
-    def softmax_scale(self) -> float:
-        return 0.09
+    softmax_scale = 0.09
 
     @property
     def longest(self) -> int:

@@ -104,13 +104,8 @@ class Problem(PagedProblem):
     qk_rope_head_dim: int
     lengths: tuple[int, ...]
 
-    @property
-    def op(self) -> PagedOp:
-        return MLA
-
-    @property
-    def softmax_scale(self) -> float:
-        return 0.09
+    op = MLA
+    softmax_scale = 0.09
 
     @property
     def geometry(self) -> MLAGeometry:
@@ -270,9 +265,7 @@ class GroupCodesProblem(Problem):
     bits: int = 4
     group: int = 32
 
-    @property
-    def op(self) -> PagedOp:
-        return GROUP_CODES
+    op = GROUP_CODES
 
     @property
     def geometry(self) -> MLAGeometry:
@@ -300,9 +293,7 @@ class GroupCodesProblem(Problem):
 class LatentCodesProblem(GroupCodesProblem, LatentProblem):
     """One decode call over integer codes alone, from which rotary keys are computed."""
 
-    @property
-    def op(self) -> PagedOp:
-        return LATENT_CODES
+    op = LATENT_CODES
 
 
 @dataclass(frozen=True)
@@ -318,9 +309,7 @@ class GQAProblem(PagedProblem):
     v_head_dim: int
     lengths: tuple[int, ...]
 
-    @property
-    def op(self) -> PagedOp:
-        return GQA
+    op = GQA
 
     @property
     def name(self) -> str:
@@ -414,12 +403,8 @@ def with_keys(inputs: dict[str, Any], dtype: torch.dtype = torch.float64) -> dic
 
 
 def exact(inputs: dict[str, Any], window: int | None = None, sinks: int = 0) -> tuple[Tensor, Tensor]:
-    """out [B, S_q, H, d] and lse [B, H, S_q] in float64 on the same (rounded) inputs.
-
-    Args:
-        inputs: as :meth:`Problem.inputs` or :meth:`GQAProblem.inputs` makes them.
-        window, sinks: of the plan.
-    """
+    """out [B, S_q, H, d] and lse [B, H, S_q] in float64 on the same (rounded) inputs; ``window``, ``sinks``: the
+    plan's."""
     found = [
         (wide.attend(), wide.lse())
         for wide in (sequence.to(torch.float64) for sequence in sequences(inputs, window, sinks))

@@ -36,9 +36,7 @@ class VarlenShape:
     dtype: str
     windowed: bool = False
 
-    @property
-    def parts(self) -> range:
-        return range(len(self.widths))
+    parts = property(lambda self: range(len(self.widths)))
 
 
 def portable_tiling(shape: VarlenShape, limit: int = 101376) -> tuple[int, int]:

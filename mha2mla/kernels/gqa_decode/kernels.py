@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import tilelang.language as T
 
 from mha2mla.kernels.gqa_decode.selection import GQAShape, padded_columns
-from mha2mla.kernels.machine import BARRIER, BY_ROW, GPU, WARPGROUP, Buffers, Machine, make_function
+from mha2mla.kernels.machine import BARRIER, BY_ROW, GPU, WARPGROUP, Buffers, Machine
 from mha2mla.kernels.split_kv import device, softmax
 from mha2mla.kernels.split_kv.choice import TILE_TOKENS, KernelChoice
 
@@ -39,16 +39,12 @@ class GQATypes(device.Types):
 
     def __init__(self, k: GQAStatic):
         s = k.shape
-        super().__init__(s.heads, s.v_head_dim, s.page_size, s.dtype, k.machine)
+        super().__init__("gqa_decode", s.heads, s.v_head_dim, s.page_size, s.dtype, k.machine)
         self.data = {
             "q": self.rows("q", s.qk_head_dim),
             "k_cache": self.cache("k", s.num_kv_heads, s.qk_head_dim),
             "v_cache": self.cache("v", s.num_kv_heads, s.v_head_dim),
         }
-
-    def make(self, name: str, body):
-        """The TileLang function ``gqa_decode_name`` of a body."""
-        return make_function(f"gqa_decode_{name}", self.arguments(self.data), body)
 
 
 def allocate_portable(k: GQAStatic) -> Buffers:

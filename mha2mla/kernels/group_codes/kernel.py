@@ -362,10 +362,7 @@ def launch_read_codes(
     if out.numel() == 0:
         return
     with on_device(out.device):
-        kernel = compile_read_codes(
-            capability(out.device), width=width, bits=bits, group=group, page_size=out.shape[1],
-            dtype=dtype_name(dtype), center_dtype=None if centers is None else dtype_name(centers.dtype),
-        )  # fmt: skip
+        kernel = _compiled(compile_read_codes, out, out.shape[1], bits, group, centers)
         kernel(latent_cache.view(torch.int32), block_table.flatten(), _given(centers, out), out)
 
 
@@ -376,13 +373,17 @@ def launch_append_codes(
     if latent.numel() == 0 or latent_cache.numel() == 0:
         return
     with on_device(latent.device):
-        kernel = compile_append_codes(
-            capability(latent.device), width=latent.shape[1], bits=bits, group=group, page_size=latent_cache.shape[1],
-            dtype=dtype_name(latent.dtype), center_dtype=None if centers is None else dtype_name(centers.dtype),
-        )  # fmt: skip
-        halves = latent_cache.view(torch.float16)
-        rows = aligned(latent)
-        kernel(rows, slots.contiguous(), _given(centers, latent), latent_cache.view(torch.int32), halves)
+        kernel = _compiled(compile_append_codes, latent, latent_cache.shape[1], bits, group, centers)
+        words, halves = latent_cache.view(torch.int32), latent_cache.view(torch.float16)
+        kernel(aligned(latent), slots.contiguous(), _given(centers, latent), words, halves)
+
+
+def _compiled(compile_kernel, rows: Tensor, page_size: int, bits: int, group: int, centers: Tensor | None):
+    """The kernel for rows [..., width]."""
+    return compile_kernel(
+        capability(rows.device), width=rows.shape[-1], bits=bits, group=group, page_size=page_size,
+        dtype=dtype_name(rows.dtype), center_dtype=None if centers is None else dtype_name(centers.dtype),
+    )  # fmt: skip
 
 
 def _given(centers: Tensor | None, like: Tensor) -> Tensor:

@@ -78,13 +78,8 @@ class DecodeShape:
 
 
 def refusal(shape: DecodeShape, *, has_rope_cache: bool = True, codes: bool = False) -> str | None:
-    """Why no TileLang kernel serves a shape on any GPU, or None.
-
-    Args:
-        shape: of the call.
-        has_rope_cache: rotary keys are cached, and not made of the latent.
-        codes: latents are e4m3.
-    """
+    """Why no TileLang kernel serves a shape on any GPU, or None. ``has_rope_cache``: rotary keys are cached, and not made
+    of the latent; ``codes``: latents are e4m3."""
     width, rope, groups = shape.kv_lora_rank, shape.qk_rope_head_dim, shape.num_rope_heads
     multiples, makes_keys = "TileLang kernels take multiples of 8 up to", "TileLang kernels that make rotary keys"
     rope_limit = MAX_ROPE_SHARED if groups == 1 else MAX_ROPE_PER_HEAD
@@ -541,12 +536,8 @@ def _candidates(shape: DecodeShape, capability: int, limit: int, has_rope_cache:
 def list_kernels(
     shape: DecodeShape, capability: int, *, has_rope_cache: bool = True, codes: bool = False
 ) -> list[KernelChoice]:
-    """Every configuration that fits the device, the one that the rule would choose first.
-
-    Args:
-        shape: of the call.
-        capability: compute capability, 90 for Hopper.
-        has_rope_cache, codes: as in :func:`refusal`.
+    """Every configuration that fits the device, the one that the rule would choose first; arguments as of
+    :func:`refusal`.
 
     Raises:
         ValueError: with the numbers, if no configuration fits into shared memory or registers; or codes on another GPU

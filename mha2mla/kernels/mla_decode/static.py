@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import tilelang.language as T
 from tilelang import tvm
 
-from mha2mla.kernels.machine import GPU, Buffers, Machine, make_function
+from mha2mla.kernels.machine import GPU, Buffers, Machine
 from mha2mla.kernels.mla_decode.selection import DecodeShape
 from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.device import Types
@@ -53,7 +53,7 @@ class MLATypes(Types):
         self, shape: DecodeShape, machine: Machine = GPU, *, has_rope_cache: bool = True, codes: str | None = None
     ):
         d_c, d_r = shape.kv_lora_rank, shape.qk_rope_head_dim
-        super().__init__(shape.heads, d_c, shape.page_size, shape.dtype, machine)
+        super().__init__("mla_decode", shape.heads, d_c, shape.page_size, shape.dtype, machine)
         self.has_rope_cache = has_rope_cache
         self.data = {
             "q_latent": self.rows("ql", d_c),
@@ -70,11 +70,7 @@ class MLATypes(Types):
                 "inv_freq": T.Tensor([d_r // 2], T.float32),
                 "page_offsets": T.Tensor([self.batch, T.dynamic("offset_pages")], T.int32),
             }
-
-    def make(self, name: str, body):
-        """The TileLang function ``mla_decode_name`` of a body."""
-        numbers = {} if self.has_rope_cache else {"scaling": T.float32(), "has_offsets": T.int32()}
-        return make_function(f"mla_decode_{name}", self.arguments(self.data, **numbers), body)
+            self.numbers = {"scaling": T.float32(), "has_offsets": T.int32()}
 
 
 @T.macro

@@ -10,7 +10,7 @@ from typing import Any
 import tilelang.language as T
 from tilelang import tvm
 
-from mha2mla.kernels.machine import GPU, WARPGROUP, Machine
+from mha2mla.kernels.machine import GPU, WARPGROUP, Machine, make_function
 from mha2mla.kernels.split_kv.choice import FIELDS, TILE_TOKENS, Column, RowTiling
 
 # Far below any real score in float32, and finite: differences of it are not NaN. Subtract before scaling: contracted
@@ -24,16 +24,22 @@ class Types:
     """Types of a decode kernel's arguments, over run-time sizes and strides of its own.
 
     Args:
+        op: name of the op.
         heads, width: H and the elements of an output row.
         page_size: tokens per page.
         dtype: of queries, caches and output.
         machine: target of the kernel.
+
+    Attributes: ``data`` types of the op's own tensors by name, ``numbers`` of its own numbers.
     """
 
-    def __init__(self, heads: int, width: int, page_size: int, dtype: str, machine: Machine = GPU):
-        self.heads, self.width, self.page_size, self.dtype, self.machine = heads, width, page_size, dtype, machine
+    def __init__(self, op: str, heads: int, width: int, page_size: int, dtype: str, machine: Machine = GPU):
+        self.op, self.heads, self.width = op, heads, width
+        self.page_size, self.dtype, self.machine = page_size, dtype, machine
         self.batch, self.seqlen_q = T.dynamic("batch"), T.dynamic("seqlen_q")
         self.num_pages, self.num_ctas = T.dynamic("num_pages"), T.dynamic("num_ctas")
+        self.data: dict[str, Any] = {}
+        self.numbers: dict[str, Any] = {}
 
     def rows(self, name: str, width: int):
         """[B,S_q,H,width] with run-time strides."""
@@ -43,17 +49,17 @@ class Types:
         """[P,page,*row] with run-time strides."""
         return self.machine.strided(name, [self.num_pages, self.page_size, *row], dtype or self.dtype)
 
-    def arguments(self, data: dict[str, Any], **numbers: Any) -> dict[str, Any]:
-        """The type of every argument by name, in order; ``data`` is the op's own tensors, ``numbers`` its own numbers.
+    def make(self, name: str, body):
+        """The TileLang function ``op_name`` of a body.
 
-        Between them lie block_table [B,max_pages], schedule [num_ctas+B,FIELDS] (int32, of ``Column``), the outputs
-        partial_out [num_ctas,2,S_q,H,width] and partial_lse [num_ctas,2,S_q,H] (float32) for sequences in several
-        fragments, out [B,S_q,H,width] and lse [B,H,S_q] (float32) for those in one; softmax_scale, causal (0 or 1),
-        window (2**30: none) and sinks. All lse are natural logs, -inf where a row sees none of the tokens; rows that
-        nothing points at are left as they were.
+        Between ``data`` and ``numbers`` lie block_table [B,max_pages], schedule [num_ctas+B,FIELDS] (int32, of
+        ``Column``), the outputs partial_out [num_ctas,2,S_q,H,width] and partial_lse [num_ctas,2,S_q,H] (float32) for
+        sequences in several fragments, out [B,S_q,H,width] and lse [B,H,S_q] (float32) for those in one; softmax_scale,
+        causal (0 or 1), window (2**30: none) and sinks. All lse are natural logs, -inf where a row sees none of the
+        tokens; rows that nothing points at are left as they were.
         """
         partial = [self.num_ctas, 2, self.seqlen_q, self.heads]
-        return data | {
+        arguments = self.data | {
             "block_table": T.Tensor([self.batch, T.dynamic("max_pages")], T.int32),
             "schedule": T.Tensor([T.dynamic("fragments"), FIELDS], T.int32),
             "partial_out": T.Tensor([*partial, self.width], T.float32),
@@ -62,8 +68,8 @@ class Types:
             "lse": T.Tensor([self.batch, self.heads, self.seqlen_q], T.float32),
             "softmax_scale": T.float32(),
             **{name: T.int32() for name in ("causal", "window", "sinks")},
-            **numbers,
         }
+        return make_function(f"{self.op}_{name}", arguments | self.numbers, body)
 
 
 @T.macro

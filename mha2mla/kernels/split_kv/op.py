@@ -130,7 +130,8 @@ class PagedOp:
         """Checks and runs the op; ``data`` and ``numbers`` as declared, the others as in
         :func:`mha2mla.kernels.mla_decode`. ``through``, in plain eager mode with a plan for kernels: as ``Launch``."""
         like, indices = None, (block_table, cache_seqlens, cache_starts)
-        if plan is not None and plan.num_ctas and in_plain_eager_mode(data[0]):
+        eager = in_plain_eager_mode(data[0])  # else the dispatcher, which costs as much as the kernel's launch
+        if eager and plan is not None and plan.schedule.shape[0]:
             try:
                 # The checks of one call with a plan hold for another with the same properties; the kernels' host code
                 # checks the rest of each call in C: devices, dtypes, and the sizes that their signatures name.
@@ -155,7 +156,6 @@ class PagedOp:
         if plan is not None:
             plan.check(out, block_table, sizes["page"], causal)
         buffers = _NO_PLAN if plan is None else plan.buffers
-        eager = in_plain_eager_mode(data[0])  # the dispatcher costs as much as the kernel's launch
         lse = plan.lse if eager and plan is not None and not return_lse else None
         lse = _empty_lse(out, out.shape) if lse is None else lse
         if not eager:
@@ -253,7 +253,7 @@ class PagedOp:
         )
         schedule, splits = buffers[:2]
         query = data[0]
-        served = dispatch(self, backend, *[sizes[name] for name in self.static], query.dtype, query.device)
+        served = dispatch(self, backend, *map(sizes.__getitem__, self.static), query.dtype, query.device)
         if served is None:
             check_spans(schedule, splits, cache_seqlens, cache_starts, block_table.shape[1] * sizes["page"])
             made = load(self.reference)(

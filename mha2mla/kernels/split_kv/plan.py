@@ -109,12 +109,8 @@ class DecodePlan:
         return window, self.sinks, self.schedule, self.splits, self.partial_out, self.partial_lse
 
     def check(self, out: Tensor, block_table: Tensor, page_size: int, causal: bool) -> None:
-        """Raise ValueError if the plan was made for another shape, device, page table width or ``causal``.
-
-        Args:
-            out: [B, S_q, H, d], or anything of the output's shape and device.
-            block_table, page_size, causal: of the call.
-        """
+        """Raise ValueError if the plan was made for another shape or device (those of ``out``), page table width or
+        ``causal``."""
         if out.shape != self.shape:
             raise ValueError(f"plan was made for [B, S_q, H, d] = {self.shape}; expected {tuple(out.shape)}")
         if out.device != self.splits.device:
