@@ -136,21 +136,15 @@ static __device__ __forceinline__ void multiply_codes(const unsigned* a, tl::Gmm
 def fetch(transposed, c, slot, i):
     """Codes of a warp's i-th step: 16 tokens x 32 columns for the scores, 32 tokens x 16 columns for the output."""
     if transposed:
-        T.ptx_ldmatrix(
-            True, 4,
-            T.access_ptr(
-                c.memory.c_ring[c.w, slot, i // 4, i % 2 * 32 + c.lane, i // 2 % 2 * 64 + c.warp * 16], "r", 16
-            ),
-            T.access_ptr(c.word[i % (AHEAD + 1) * 4], "w", 4),
-        )  # fmt: skip
+        at = (i % 2 * 32 + c.lane, i // 2 % 2 * 64 + c.warp * 16)
     else:
-        T.ptx_ldmatrix(
-            False, 4,
-            T.access_ptr(
-                c.memory.c_ring[c.w, slot, i // 4, c.warp * 16 + c.lane % 16, i % 4 * 32 + c.lane // 16 * 16], "r", 16
-            ),
-            T.access_ptr(c.word[i % (AHEAD + 1) * 4], "w", 4),
-        )  # fmt: skip
+        at = (c.warp * 16 + c.lane % 16, i % 4 * 32 + c.lane // 16 * 16)
+    T.ptx_ldmatrix(
+        transposed,
+        4,
+        T.access_ptr(c.memory.c_ring[(c.w, slot, i // 4, *at)], "r", 16),
+        T.access_ptr(c.word[i % (AHEAD + 1) * 4], "w", 4),
+    )
 
 
 @T.macro

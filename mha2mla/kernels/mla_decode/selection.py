@@ -78,8 +78,8 @@ class DecodeShape:
 
 
 def refusal(shape: DecodeShape, *, has_rope_cache: bool = True, codes: bool = False) -> str | None:
-    """Why no TileLang kernel serves a shape on any GPU, or None. ``has_rope_cache``: rotary keys are cached, and not made
-    of the latent; ``codes``: latents are e4m3."""
+    """Why no TileLang kernel serves a shape on any GPU, or None. ``has_rope_cache``: rotary keys are cached, not made;
+    ``codes``: latents are e4m3."""
     width, rope, groups = shape.kv_lora_rank, shape.qk_rope_head_dim, shape.num_rope_heads
     multiples, makes_keys = "TileLang kernels take multiples of 8 up to", "TileLang kernels that make rotary keys"
     rope_limit = MAX_ROPE_SHARED if groups == 1 else MAX_ROPE_PER_HEAD
