@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mha2mla.conversion.calibration.statistics import AttentionSample, LayerStatistics
-from mha2mla.conversion.families.spec import AttentionWeights, SourceSpec
+from mha2mla.conversion.families import AttentionWeights, SourceSpec
 from mha2mla.conversion.fit.closed_form import (
     KeyMaps,
     ScoreWindow,

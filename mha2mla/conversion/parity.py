@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from mha2mla.conversion.calibration.blocks import SPILL_BYTES, ActivationStore, TokenBlocks, device_for_activations
-from mha2mla.conversion.families.spec import visible
+from mha2mla.conversion.families import visible
 from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION, UNGROUPED_SDPA, ungrouped_sdpa
 from mha2mla.conversion.predictions import (
     QUALITY_METRICS,

@@ -20,7 +20,7 @@ from mha2mla.environment import compute_device
 from mha2mla.geometry import LATENT_BITS, MLAGeometry
 
 if TYPE_CHECKING:
-    from mha2mla.conversion.families.spec import SourceSpec
+    from mha2mla.conversion.families import SourceSpec
     from mha2mla.conversion.latent.basis import BasisRule
     from mha2mla.conversion.latent.rules import LowRankRule
     from mha2mla.conversion.layer import LayerRules

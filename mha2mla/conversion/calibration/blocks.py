@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from mha2mla.conversion.families.spec import SourceSpec
+from mha2mla.conversion.families import SourceSpec
 
 SPILL_BYTES = 1 << 30
 LENGTHS = (512, 2048, 8192)  # default lengths of windows

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mha2mla.conversion.families.spec import AttentionWeights, SourceSpec, visible
+from mha2mla.conversion.families import AttentionWeights, SourceSpec, visible
 from mha2mla.modeling.modeling_mha2mla import apply_rope
 
 _MAP_ELEMENTS = 1 << 24  # elements of the attention maps that exist at a time

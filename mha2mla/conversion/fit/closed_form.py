@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from mha2mla.conversion.calibration.statistics import GOLDEN, AttentionSample
-from mha2mla.conversion.families.spec import AttentionWeights, SourceSpec, visible
+from mha2mla.conversion.families import AttentionWeights, SourceSpec, visible
 from mha2mla.conversion.rope.basis import RotaryBasis, rotary_table, rotate
 from mha2mla.modeling.modeling_mha2mla import apply_rope
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mha2mla.conversion.families.spec import SourceSpec, pair_factors
+from mha2mla.conversion.families import SourceSpec, pair_factors
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling.modeling_mha2mla import apply_rope
 

@@ -15,7 +15,7 @@ import torch
 
 from mha2mla.conversion.calibration.statistics import LayerStatistics
 from mha2mla.conversion.extension import RecipeObject, register
-from mha2mla.conversion.families.spec import AttentionWeights, SourceSpec
+from mha2mla.conversion.families import AttentionWeights, SourceSpec
 from mha2mla.conversion.rope.basis import RotaryBasis, SharedComponents, axis_components, per_group_basis, shared_basis
 from mha2mla.geometry import MLAGeometry
 

@@ -15,8 +15,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from mha2mla.checkpoints import CONFIG_FILE, CheckpointError, check_converted, check_folder, damage_named, read_json
+from mha2mla.conversion.config_check import LAYER, check_config
 from mha2mla.conversion.families import ADAPTERS, FamilyAdapter, SourceSpec, UnsupportedSourceError, adapter_for
-from mha2mla.conversion.families.config_check import LAYER, check_config
 from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION
 from mha2mla.conversion.source.checkpoint import INDEX_FILE, SINGLE_FILE, CheckpointReader
 from mha2mla.conversion.source.files import FileIdentity, companions, identify

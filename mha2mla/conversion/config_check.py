@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers.activations import ACT2FN
 
-from mha2mla.conversion.families.spec import UnsupportedSourceError
+from mha2mla.conversion.families import UnsupportedSourceError
 from mha2mla.conversion.stages import BOOL, Check, each_is, int_from, is_int, is_number, one_of, positive
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")

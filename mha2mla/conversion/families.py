@@ -1,22 +1,162 @@
-"""A family as conversion reads it: describes a source model, its rotary tables, the attention of one of its layers."""
+"""A source family as conversion reads it: spec of a model, weights of a layer, and which models are refused and why."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from mha2mla.conversion.families.spec import AttentionWeights, RotaryTable, SourceSpec, UnsupportedSourceError
+from mha2mla.checkpoints import NamedError
+from mha2mla.conversion.source.checkpoint import CheckpointReader
 from mha2mla.modeling.families import FAMILIES, Family
 
-if TYPE_CHECKING:
-    from mha2mla.conversion.source.checkpoint import CheckpointReader
+
+class UnsupportedSourceError(NamedError):
+    """The source cannot be converted exactly or sensibly; the message names what stands in the way."""
+
+
+def pair_factors(inv_freq: torch.Tensor, factor: float) -> torch.Tensor:
+    """``factor`` of every pair that rotates, float64; 1 for those of frequency zero, which stand for none."""
+    return torch.where(inv_freq == 0, 1.0, torch.tensor(factor, dtype=torch.float64))
+
+
+def visible(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
+    """[queries, keys] bool: which positions each position attends to, in a sliding ``window`` or all before it."""
+    distance = queries[:, None] - keys[None]
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
+@dataclass(frozen=True)
+class RotaryTable:
+    """RoPE of one kind of layer.
+
+    Attributes:
+        inv_freq: [rotated dims of a head // 2] float32, after any scaling.
+        attention_factor: what cos and sin are multiplied by.
+        note: what was decided, for the model card.
+        lengths: shortest and longest window at which the source uses this table; None: any length from there.
+    """
+
+    inv_freq: torch.Tensor
+    attention_factor: float
+    note: str = ""
+    lengths: tuple[int, int | None] = (1, None)
+
+
+@dataclass(frozen=True)
+class SourceSpec:
+    """Description of a source model. Layers share everything but the sliding window and, in some
+    families, the rotary table and its factor (``of_layer``).
+
+    Attributes:
+        norm_eps: of the norms on q and k.
+        inv_freq: [head_dim // 2] float32, rotary frequencies after any scaling (llama3, linear, yarn, longrope); zero
+            for dims that the source does not rotate.
+        attention_factor: what the source multiplies cos and sin by (yarn, longrope) where it rotates; 1.0 otherwise.
+        rope_note: what was decided about the rotary table, for the model card.
+        sliding_windows: per layer, the number of visible tokens, or None for all.
+        norm_per_head: whether q's and k's norms act on every head by itself (Qwen3) or on all heads together (OLMo2).
+        norm_offset: what the norms add to their stored weight (Gemma: 1).
+        rotary_dim: dims of a head that the source rotates; None for all.
+        tables: of each layer, for whole heads.
+        table_lengths: shortest and longest window at which the source uses these tables; None: any length from there.
+    """
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    softmax_scale: float
+    qk_norm: bool
+    norm_eps: float
+    q_bias: bool
+    k_bias: bool
+    v_bias: bool
+    o_bias: bool
+    inv_freq: torch.Tensor
+    attention_factor: float
+    rope_note: str
+    sliding_windows: tuple[int | None, ...]
+    tables: tuple[RotaryTable, ...]
+    norm_per_head: bool = True
+    norm_offset: float = 0.0
+    rotary_dim: int | None = None
+    table_lengths: tuple[int, int | None] = (1, None)
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that read one kv head."""
+        return self.num_attention_heads // self.num_key_value_heads
+
+    @property
+    def feature_size(self) -> int:
+        """Width of the encoder's input: the hidden state, with the normed keys in front under q/k-norm."""
+        return self.hidden_size + (self.num_key_value_heads * self.head_dim if self.qk_norm else 0)
+
+    @property
+    def pair_factors(self) -> torch.Tensor:
+        """[head_dim // 2] float64: what cos and sin of every pair are multiplied by; 1 where nothing rotates."""
+        return pair_factors(self.inv_freq, self.attention_factor)
+
+    def of_layer(self, layer: int) -> SourceSpec:
+        """The same with ``inv_freq`` and ``attention_factor`` of this layer."""
+        table = self.tables[layer]
+        return replace(self, inv_freq=table.inv_freq, attention_factor=table.attention_factor)
+
+    def heads(self, hidden: torch.Tensor, weights: AttentionWeights, which: Literal["q", "k"]) -> torch.Tensor:
+        """q or k of every head after bias and norm, before RoPE: [..., heads, head_dim] of inputs [..., hidden], in
+        their dtype."""
+        parts = (getattr(weights, f"{which}_{part}") for part in ("weight", "bias", "norm"))
+        weight, bias, norm = (None if part is None else part.to(hidden.dtype) for part in parts)
+        return self.split_heads(torch.nn.functional.linear(hidden, weight, bias), norm)
+
+    def split_heads(self, projected: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        """q or k of every head before RoPE, [..., heads, head_dim].
+
+        Args:
+            projected: [..., heads * head_dim].
+            norm: stored weight of the RMSNorm on q or k, [head_dim] or [heads * head_dim]; None without one.
+        """
+        if norm is not None and not self.norm_per_head:
+            projected = self._rms_norm(projected, norm)
+        heads = projected.unflatten(-1, (-1, self.head_dim))
+        return self._rms_norm(heads, norm) if norm is not None and self.norm_per_head else heads
+
+    def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], weight + self.norm_offset, self.norm_eps)
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """One source layer's attention tensors; weights are [out, in], norms as they are stored.
+
+    Rotary pairs are (j, j + head_dim / 2), as in Llama: where a family pairs otherwise or rotates only part of a head,
+    q and k have their rows in this order (scores do not change when both do).
+
+    Attributes:
+        output_gain: [hidden], how much of a channel of the attention's output the MLP is given, by the gains of the
+            norms between them; it changes nothing, it says what an error of that channel costs.
+    """
+
+    q_weight: torch.Tensor
+    k_weight: torch.Tensor
+    v_weight: torch.Tensor
+    o_weight: torch.Tensor
+    q_bias: torch.Tensor | None = None
+    k_bias: torch.Tensor | None = None
+    v_bias: torch.Tensor | None = None
+    o_bias: torch.Tensor | None = None
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    output_gain: torch.Tensor | None = None
 
 
 class FamilyAdapter(Family):
@@ -62,10 +202,8 @@ class FamilyAdapter(Family):
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         tables = self.rotary_tables(config, head_dim, longrope_table)
         # The model card of a model with several tables names that of its globally attending layers.
-        table = tables[-1]
-        for layer, window in enumerate(self.sliding_windows(config)):
-            if window is None:
-                table = tables[layer]
+        windows = self.sliding_windows(config)
+        table = tables[max((layer for layer, window in enumerate(windows) if window is None), default=-1)]
         rotary_dim = 2 * table.inv_freq.numel()
         note = "" if rotary_dim == head_dim else f"{rotary_dim} of {head_dim} dims of a head rotate"
         biased = [getattr(config, says, False) if isinstance(says, str) else says for says in self.biased]
@@ -83,7 +221,7 @@ class FamilyAdapter(Family):
             inv_freq=_padded(table.inv_freq, head_dim),
             attention_factor=table.attention_factor,
             rope_note="; ".join(filter(None, (table.note, note))),
-            sliding_windows=self.sliding_windows(config),
+            sliding_windows=windows,
             norm_per_head=self.norm_per_head,
             norm_offset=self.norm_offset,
             rotary_dim=None if rotary_dim == head_dim else rotary_dim,
@@ -178,7 +316,11 @@ def rotary_table(
         UnsupportedSourceError: dynamic NTK (the table depends on the length), a partly rotated head, tables by layer
             type where one is expected, or an unknown rope type.
     """
-    parameters = _parameters(config, layer_type)
+    parameters = config.rope_parameters or {}
+    if layer_type is not None:
+        parameters = parameters[layer_type]
+    elif any(isinstance(value, dict) for value in parameters.values()):
+        raise UnsupportedSourceError("rope_parameters differ by layer type; expected one rotary table for all layers")
     rope_type = parameters.get("rope_type", "default")
     share = parameters.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
     share = 1.0 if share is None else share
@@ -217,15 +359,6 @@ def rotary_table(
     return RotaryTable(inv_freq.float(), float(factor), note, lengths)
 
 
-def _parameters(config: PreTrainedConfig, layer_type: str | None) -> Mapping[str, Any]:
-    parameters = config.rope_parameters or {}
-    if layer_type is not None:
-        return parameters[layer_type]
-    if any(isinstance(value, dict) for value in parameters.values()):
-        raise UnsupportedSourceError("rope_parameters differ by layer type; expected one rotary table for all layers")
-    return parameters
-
-
 def _padded(inv_freq: torch.Tensor, head_dim: int) -> torch.Tensor:
     """A table for whole heads: dims that do not rotate have a frequency of zero."""
     return torch.nn.functional.pad(inv_freq, (0, head_dim // 2 - inv_freq.numel()))
@@ -234,3 +367,42 @@ def _padded(inv_freq: torch.Tensor, head_dim: int) -> torch.Tensor:
 ADAPTERS: Mapping[str, FamilyAdapter] = MappingProxyType(
     {name: FamilyAdapter(**vars(family)) for name, family in FAMILIES.items()}
 )
+# Families that people will try, with the reason; any other unknown name is refused as unknown.
+_REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "mha2mla": "it is already converted; mha2mla.convert takes it to the layout 'latent' alone, exactly",
+        "deepseek_v2": "its attention already is MLA",
+        "deepseek_v3": "its attention already is MLA",
+        "gemma2": "it soft-caps its attention logits, which no decode kernel here does",
+        "gemma3": "it is multimodal; its language model alone is a 'gemma3_text' checkpoint",
+        "gpt_oss": "attention sinks make dropped key biases visible, and no decode kernel here has them",
+        "phi": "no adapter for its layers, in which attention and MLP stand side by side",
+        "gpt2": "it has no rotary positions",
+    }
+)
+
+
+def adapter_for(config: Mapping[str, Any]) -> FamilyAdapter:
+    """The adapter of a source, from the values of its ``config.json``; refuses what no adapter can convert.
+
+    Raises:
+        UnsupportedSourceError: naming the model type or the config key that stands in the way.
+    """
+    model_type = config.get("model_type")
+    if model_type not in ADAPTERS:
+        reason = _REFUSED.get(model_type, "there is no adapter for it")
+        raise UnsupportedSourceError(
+            f"model_type {model_type!r} cannot be converted: {reason}; expected one of {', '.join(ADAPTERS)}"
+        )
+    if config.get("quantization_config"):
+        quantised = config["quantization_config"]
+        method = quantised.get("quant_method", "unknown") if isinstance(quantised, Mapping) else quantised
+        raise UnsupportedSourceError(
+            f"quantization_config says the weights are quantised ({method!s:.40}); dequantise them before conversion"
+        )
+    adapter = ADAPTERS[model_type]
+    experts = () if adapter.mixture_of_experts else ("num_experts", "num_local_experts")
+    for key in ("attn_logit_softcapping", "attention_sinks", *experts):
+        if config.get(key):
+            raise UnsupportedSourceError(f"{key} is {config[key]!r}; a {model_type} that has it cannot be converted")
+    return adapter
