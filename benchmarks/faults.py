@@ -426,20 +426,20 @@ FAULTS = tuple(
 -        os.fsync(handle)
 +        os.fstat(handle)
 # the old folder is deleted before the new one is there
-@ mha2mla/conversion/result/destination.py
-? tests/conversion/result/test_destination.py
+@ mha2mla/conversion/destination.py
+? tests/conversion/test_destination.py
 -            final.rename(old)
 -        temporary.rename(final)
 +            remove(final)
 +        temporary.rename(final)
 # a tensor with NaN is written
-@ mha2mla/conversion/result/writer.py
-? tests/conversion/result/test_writer.py
+@ mha2mla/conversion/destination.py
+? tests/conversion/test_writer.py
 -if tensor.is_floating_point() and not is_finite(tensor):
 +if tensor.is_floating_point() and torch.isinf(tensor).any():
 # the index names the wrong file
-@ mha2mla/conversion/result/writer.py
-? tests/conversion/result/test_writer.py
+@ mha2mla/conversion/destination.py
+? tests/conversion/test_writer.py
 -weight_map |= dict.fromkeys(names, final)
 +weight_map |= dict.fromkeys(names[:-1] or names, final)
 

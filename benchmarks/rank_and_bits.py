@@ -29,11 +29,11 @@ from benchmarks.conversion import Calibration, kv_width_of
 from benchmarks.recording import Recording, command
 from mha2mla.checkpoints import read_json
 from mha2mla.conversion.calibration.texts import load_text, token_windows
+from mha2mla.conversion.card import RECORD_FILE
 from mha2mla.conversion.latent.basis import Importance
 from mha2mla.conversion.latent.ranks import Choice, allocate, candidates
 from mha2mla.conversion.predictions import Predictor
 from mha2mla.conversion.recipe import Recipe
-from mha2mla.conversion.result.card import RECORD_FILE
 from mha2mla.environment import compute_device, describe_environment
 from mha2mla.eval.loading import load_model, load_tokenizer
 from mha2mla.eval.quality import TEXTS, QualityRow, basis_tokens, compare_caches, quantized_caches

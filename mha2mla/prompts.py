@@ -154,7 +154,7 @@ def checkpoint_digest(checkpoint: str) -> str:
         FileNotFoundError, ValueError: there is none, or a file of it cannot be read.
     """
     from mha2mla.checkpoints import CONFIG_FILE, find_checkpoint, read_json, regular_file
-    from mha2mla.conversion.result.card import RECORD_FILE
+    from mha2mla.conversion.card import RECORD_FILE
     from mha2mla.conversion.source.files import companions, identify
 
     folder = Path(find_checkpoint(checkpoint, "model"))

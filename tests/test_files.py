@@ -168,7 +168,7 @@ def test_write_output_spares_a_file_that_appeared(tmp_path):
 
 
 def test_names_inside_are_no_names_of_a_checkpoint():
-    from mha2mla.conversion.result.destination import is_written_by_conversion
+    from mha2mla.conversion.destination import is_written_by_conversion
 
     assert not any(map(is_written_by_conversion, files.INSIDE))
 

@@ -14,8 +14,7 @@ import torch
 
 import mha2mla
 from mha2mla.conversion.calibration import generated_text, windows
-from mha2mla.conversion.result.destination import temporary_folder
-from mha2mla.conversion.result.writer import DestinationError
+from mha2mla.conversion.destination import DestinationError, temporary_folder
 from mha2mla.conversion.resume import ResumeError
 from mha2mla.pipeline import ParityError, prepare, run, verify, write
 from tests.conversion import tiny

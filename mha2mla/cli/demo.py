@@ -16,8 +16,8 @@ from rich.text import Text
 
 from mha2mla.checkpoints import find_checkpoint
 from mha2mla.conversion.calibration.blocks import LENGTHS
+from mha2mla.conversion.destination import check_destination
 from mha2mla.conversion.recipe import Recipe
-from mha2mla.conversion.result.destination import check_destination
 from mha2mla.environment import cache_folder, collect_environment, compute_device, describe_environment, usual_dtype
 from mha2mla.eval.latency import decode_step_latency
 from mha2mla.eval.loading import load_model, load_tokenizer

@@ -87,7 +87,7 @@ def convert(
     asked = load_recipe(recipe, keys)
     find_checkpoint(source, "source")
     announce(f"converting {source}", thread_hint(device))
-    from mha2mla.conversion.result.card import RECORD_FILE
+    from mha2mla.conversion.card import RECORD_FILE
     from mha2mla.environment import keep_freed_memory
     from mha2mla.pipeline import convert as run
 
@@ -396,7 +396,7 @@ def inspect_checkpoint(
     record = report_file(json, "inspection", checkpoint)
     find_converted(checkpoint, "checkpoint")
     announce(f"reading {checkpoint}")
-    from mha2mla.conversion.result.card import RECORD_FILE
+    from mha2mla.conversion.card import RECORD_FILE
     from mha2mla.eval import inspection
     from mha2mla.eval.report import print_table, print_values, write_json
 

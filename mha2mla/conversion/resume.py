@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mha2mla.conversion.result.writer import DestinationError, remove, save_tensors
+from mha2mla.conversion.destination import DestinationError, remove, save_tensors
 from mha2mla.environment import cache_folder
 from mha2mla.files import atomic_write
 from mha2mla.modeling.stored_tensors import is_finite

@@ -19,7 +19,7 @@ from mha2mla.checkpoints import (
     find_converted,
     read_json,
 )
-from mha2mla.conversion.result.card import RECORD_FILE
+from mha2mla.conversion.card import RECORD_FILE
 from mha2mla.conversion.source.files import identify
 from mha2mla.conversion.source.opening import open_converted
 from mha2mla.eval.loading import load_config

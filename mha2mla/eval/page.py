@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from mha2mla.checkpoints import CheckpointError, damage_named, read_object, regular_file
-from mha2mla.conversion.result.card import RECORD_FILE
+from mha2mla.conversion.card import RECORD_FILE
 from mha2mla.environment import describe_environment
 from mha2mla.eval import generation, plots, probes, quality, tasks
 from mha2mla.eval.measurement import LatencyRows

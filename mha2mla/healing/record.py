@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mha2mla.checkpoints import CONFIG_FILE, CheckpointError, read_json
-from mha2mla.conversion.result.card import CARD_FILE, PLOT_FILE, RECORD_FILE
-from mha2mla.conversion.result.writer import ShardedWriter
+from mha2mla.conversion.card import CARD_FILE, PLOT_FILE, RECORD_FILE
+from mha2mla.conversion.destination import ShardedWriter
 from mha2mla.conversion.source.files import FileIdentity, copy_files
 from mha2mla.conversion.source.opening import OpenedFolder
 from mha2mla.eval.report import write_json

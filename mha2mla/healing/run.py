@@ -19,8 +19,8 @@ from torch import Tensor
 from mha2mla.checkpoints import find_converted
 from mha2mla.conversion.calibration.blocks import Windows, check_length, listed
 from mha2mla.conversion.calibration.texts import check_text
+from mha2mla.conversion.destination import WORK_FOLDER, check_destination, temporary_folder
 from mha2mla.conversion.parity import ParityReport, compare
-from mha2mla.conversion.result.destination import WORK_FOLDER, check_destination, temporary_folder
 from mha2mla.conversion.resume import (
     REQUEST_FILE,
     ResumeError,

@@ -17,11 +17,11 @@ from mha2mla.checkpoints import CheckpointError, find_checkpoint
 from mha2mla.conversion.calibration.blocks import Windows, calibration_lengths, check_length, listed, nearest_length
 from mha2mla.conversion.calibration.texts import check_text
 from mha2mla.conversion.calibration.windows import evaluation_windows, named_in_errors
+from mha2mla.conversion.destination import check_destination
 from mha2mla.conversion.extension import CalibrationSource
 from mha2mla.conversion.families import SourceSpec
 from mha2mla.conversion.presets import AUTO
 from mha2mla.conversion.recipe import Recipe, normalize_keys
-from mha2mla.conversion.result.destination import check_destination
 from mha2mla.conversion.source.opening import OpenedFolder, Source, open_source
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.environment import compute_device

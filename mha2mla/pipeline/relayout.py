@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from mha2mla.checkpoints import read_json
+from mha2mla.conversion.card import RECORD_FILE
+from mha2mla.conversion.destination import ShardedWriter, check_destination, temporary_folder
 from mha2mla.conversion.families import UnsupportedSourceError
 from mha2mla.conversion.layer_walk import stored
 from mha2mla.conversion.presets import AUTO
 from mha2mla.conversion.recipe import Recipe
-from mha2mla.conversion.result.card import RECORD_FILE
-from mha2mla.conversion.result.destination import check_destination, temporary_folder
-from mha2mla.conversion.result.writer import ShardedWriter
 from mha2mla.conversion.source.files import check_unchanged, faults_of_the_source_named
 from mha2mla.conversion.source.opening import OpenedFolder, open_converted
 from mha2mla.conversion.source.streaming import StreamedModel

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mha2mla.conversion.card import CARD_FILE, PLOT_FILE, RECORD_FILE, card_metadata, model_card
+from mha2mla.conversion.destination import ShardedWriter
 from mha2mla.conversion.families import SourceSpec
 from mha2mla.conversion.parity import ParityReport
-from mha2mla.conversion.result.card import CARD_FILE, PLOT_FILE, RECORD_FILE, card_metadata, model_card
-from mha2mla.conversion.result.writer import ShardedWriter
 from mha2mla.conversion.source.files import identify
 from mha2mla.conversion.source.opening import OpenedFolder
 from mha2mla.conversion.source.streaming import StreamedModel

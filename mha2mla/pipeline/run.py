@@ -13,12 +13,17 @@ import torch
 
 from mha2mla.checkpoints import CheckpointError
 from mha2mla.conversion.calibration.blocks import SPILL_BYTES, Windows
+from mha2mla.conversion.destination import (
+    DEFAULT_SHARD_BYTES,
+    WORK_FOLDER,
+    check_destination,
+    is_converted,
+    temporary_folder,
+)
 from mha2mla.conversion.extension import CalibrationSource
 from mha2mla.conversion.fit.reconstruction import ReconstructionError
 from mha2mla.conversion.presets import PresetName, better_than
 from mha2mla.conversion.recipe import Recipe
-from mha2mla.conversion.result.destination import WORK_FOLDER, check_destination, is_converted, temporary_folder
-from mha2mla.conversion.result.writer import DEFAULT_SHARD_BYTES
 from mha2mla.conversion.resume import FinishedLayers, WorkFolder, has_pieces
 from mha2mla.conversion.source.files import check_unchanged, faults_of_the_source_named
 from mha2mla.environment import compute_device, few_threads_beside

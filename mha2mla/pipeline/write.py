@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mha2mla.checkpoints import CheckpointError, read_json
-from mha2mla.conversion.result.writer import ShardedWriter
+from mha2mla.conversion.destination import ShardedWriter
 from mha2mla.conversion.resume import FinishedLayers
 from mha2mla.conversion.source.files import copy_files
 from mha2mla.conversion.source.opening import TOKENIZER_CONFIG, OpenedFolder, read_tokenizer

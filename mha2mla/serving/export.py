@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from mha2mla.checkpoints import CONFIG_FILE, find_converted, read_json
-from mha2mla.conversion.result.card import CARD_FILE, PLOT_FILE, RECORD_FILE
-from mha2mla.conversion.result.destination import check_destination, temporary_folder
-from mha2mla.conversion.result.writer import ShardedWriter
+from mha2mla.conversion.card import CARD_FILE, PLOT_FILE, RECORD_FILE
+from mha2mla.conversion.destination import ShardedWriter, check_destination, temporary_folder
 from mha2mla.conversion.source.checkpoint import INDEX_FILE, CheckpointReader
 from mha2mla.conversion.source.files import copy_files, identify
 from mha2mla.conversion.source.opening import open_converted

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import mha2mla
 from mha2mla.checkpoints import CheckpointError
-from mha2mla.conversion.result.writer import DestinationError
+from mha2mla.conversion.destination import DestinationError
 from mha2mla.conversion.resume import ResumeError
 from mha2mla.eval.inspection import verify_weights
 from mha2mla.healing import run, student, text, training

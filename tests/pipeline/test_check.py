@@ -7,8 +7,8 @@ import torch
 
 import mha2mla
 from mha2mla.checkpoints import CheckpointError
+from mha2mla.conversion.destination import DestinationError
 from mha2mla.conversion.families import UnsupportedSourceError
-from mha2mla.conversion.result.writer import DestinationError
 from tests.conversion import tiny
 from tests.conversion.tiny import SHORT, convert
 from tests.folders import edit_weights

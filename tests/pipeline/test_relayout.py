@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from mha2mla.checkpoints import CheckpointError
 from mha2mla.cli.verbs import main
+from mha2mla.conversion.destination import DestinationError
 from mha2mla.conversion.families import UnsupportedSourceError
 from mha2mla.conversion.recipe import Recipe
-from mha2mla.conversion.result.writer import DestinationError
 from mha2mla.conversion.source.files import SourceChangedError
 from mha2mla.eval.inspection import inspect_checkpoint
 from mha2mla.pipeline import relayout

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from mha2mla.conversion.result.writer import ShardedWriter
+from mha2mla.conversion.destination import ShardedWriter
 from mha2mla.conversion.source.checkpoint import CheckpointReader
 from tests.folders import listing
 

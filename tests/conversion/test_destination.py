@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mha2mla.conversion.result.destination import check_destination, temporary_folder
-from mha2mla.conversion.result.writer import DestinationError
+from mha2mla.conversion.destination import DestinationError, check_destination, temporary_folder
 from tests.folders import listing
 
 

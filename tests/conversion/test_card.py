@@ -7,7 +7,7 @@ import stat
 import pytest
 import yaml
 
-from mha2mla.conversion.result.card import _origin, card_metadata
+from mha2mla.conversion.card import _origin, card_metadata
 from tests.conversion import tiny
 from tests.folders import read_json
 

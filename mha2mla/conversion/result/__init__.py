@@ -1,1 +1,0 @@
-"""The folder that a conversion makes: held by a lock, filled shard by shard, with a card and a picture."""
