@@ -18,8 +18,7 @@ from safetensors.torch import save_file
 
 from mha2mla.checkpoints import CONFIG_FILE, model_type
 from mha2mla.conversion.card import CARD_FILE, PLOT_FILE, RECORD_FILE
-from mha2mla.conversion.source.checkpoint import INDEX_FILE, SINGLE_FILE
-from mha2mla.conversion.source.files import is_companion
+from mha2mla.conversion.source.files import INDEX_FILE, SINGLE_FILE, is_companion
 from mha2mla.files import sync, try_to_write
 from mha2mla.modeling.config import CODE_FILES
 from mha2mla.modeling.stored_tensors import is_finite

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mha2mla.checkpoints import NamedError
-from mha2mla.conversion.source.checkpoint import CheckpointReader
+from mha2mla.conversion.source.files import CheckpointReader
 from mha2mla.modeling.families import FAMILIES, Family
 
 

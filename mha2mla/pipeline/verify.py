@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from mha2mla.checkpoints import CheckpointError
 from mha2mla.conversion.parity import ParityReport, compare
-from mha2mla.conversion.source.checkpoint import CheckpointReader
+from mha2mla.conversion.source.files import CheckpointReader
 from mha2mla.conversion.source.opening import OpenedFolder
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.pipeline.check import Arguments, HeldOut

@@ -12,8 +12,7 @@ import torch
 from mha2mla.checkpoints import CONFIG_FILE, find_converted, read_json
 from mha2mla.conversion.card import CARD_FILE, PLOT_FILE, RECORD_FILE
 from mha2mla.conversion.destination import ShardedWriter, check_destination, temporary_folder
-from mha2mla.conversion.source.checkpoint import INDEX_FILE, CheckpointReader
-from mha2mla.conversion.source.files import copy_files, identify
+from mha2mla.conversion.source.files import INDEX_FILE, CheckpointReader, copy_files, identify
 from mha2mla.conversion.source.opening import open_converted
 from mha2mla.modeling.config import AUTO_MAP, CODE_FILES, MHA2MLAConfig, copy_code
 from mha2mla.modeling.stored_tensors import check_frequencies

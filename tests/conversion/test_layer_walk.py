@@ -16,7 +16,7 @@ from mha2mla.conversion.fit.reconstruction import ReconstructionError, reconstru
 from mha2mla.conversion.latent.basis import layer_statistics
 from mha2mla.conversion.layer import finish_layer, prepare_layer
 from mha2mla.conversion.layer_walk import LayerSteps, LayerWalk, token_weights
-from mha2mla.conversion.source.checkpoint import CheckpointReader
+from mha2mla.conversion.source.files import CheckpointReader
 from mha2mla.conversion.source.streaming import StreamedModel
 from tests.conversion import tiny
 from tests.conversion.tiny import Recipe

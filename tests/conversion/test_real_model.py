@@ -16,7 +16,7 @@ from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.calibration.texts import load_text, token_windows
 from mha2mla.conversion.families import ADAPTERS
 from mha2mla.conversion.layer_walk import LayerWalk, computed
-from mha2mla.conversion.source.checkpoint import CheckpointReader
+from mha2mla.conversion.source.files import CheckpointReader
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.environment import cache_folder
 from tests.conversion.tiny import Recipe

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mha2mla.conversion.destination import ShardedWriter
-from mha2mla.conversion.source.checkpoint import CheckpointReader
+from mha2mla.conversion.source.files import CheckpointReader
 from tests.folders import listing
 
 

@@ -32,7 +32,7 @@ from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.families import ADAPTERS
 from mha2mla.conversion.layer import finish_layer, prepare_layer
 from mha2mla.conversion.layer_walk import LayerWalk
-from mha2mla.conversion.source.checkpoint import CheckpointReader
+from mha2mla.conversion.source.files import CheckpointReader
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.eval import plots
 

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM
 import mha2mla
 from mha2mla.conversion.latent.rules import LowRankRule
 from mha2mla.conversion.recipe import Recipe, selections
-from mha2mla.conversion.source.checkpoint import CheckpointReader
-from mha2mla.conversion.source.files import SourceChangedError
+from mha2mla.conversion.source.files import CheckpointReader, SourceChangedError
 from mha2mla.conversion.target import LAYOUTS
 from mha2mla.pipeline import prepare, run, verify
 from mha2mla.pipeline.check import HeldOut

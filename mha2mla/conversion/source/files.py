@@ -1,4 +1,4 @@
-"""The files of a source folder: regular ones inside it, and at the end of a run what they were at its beginning."""
+"""The files of a source folder, read-only: tensors one at a time, companions, and whether any changed during a run."""
 
 from __future__ import annotations
 
@@ -11,25 +11,136 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
+from typing import Any
 
-from mha2mla.checkpoints import CheckpointError, regular_file
+import torch
 
+from mha2mla.checkpoints import CheckpointError, read_json, regular_file
+from mha2mla.modeling.stored_tensors import StoredTensor, is_finite, open_shard
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 # Files of a checkpoint beside weights and config.
-_COMPANIONS = (
-    "tokenizer*",
-    "*.model",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "additional_chat_templates/*",
-    "generation_config.json",
-    "LICENSE*",
-    "NOTICE*",
-)
+_COMPANIONS = ("tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json")
+_COMPANIONS += ("chat_template*", "additional_chat_templates/*", "generation_config.json", "LICENSE*", "NOTICE*")
 _CODE = (".py", ".pyc", ".so")  # code of the source's is neither run nor handed on
 _RACY = 2.0  # seconds in which a file may change without its times showing it
+
+
+class CheckpointReader:
+    """Tensors of a safetensors checkpoint by name.
+
+    Of a folder with both a single file and an index, transformers reads the single file, and so does this. Every
+    shard's header is read at construction, so that a missing or truncated shard shows before any work. Files are
+    mapped read-only, stay open until ``release``, and what is handed out is a copy.
+
+    Raises:
+        CheckpointError: no folder, no safetensors weights, an index that is no index, a shard that is missing,
+            truncated or outside the folder, or a tensor that the index promises and its shard lacks.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise CheckpointError(f"source {str(self.folder)!r} is not a folder")
+        self._files: dict[str, Any] = {}
+        self._shard_of: dict[str, str] = {}
+        self._kept_prefix, self._kept = None, {}
+        single, index = (os.path.lexists(self.folder / name) for name in (SINGLE_FILE, INDEX_FILE))
+        if not single and not index:
+            others = (".bin", ".pt", ".pth", ".gguf")
+            found = sorted(path.name for path in self.folder.iterdir() if path.suffix in others)
+            hint = f" ({found[0]} is not read: save it as safetensors first)" if found else ""
+            raise CheckpointError(f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
+        promised = {} if single else _read_index(self.folder)
+        self._shards = [SINGLE_FILE] if single else sorted(set(promised.values()))
+        held = {shard: set(self._open(shard).keys()) for shard in self._shards}
+        for shard, names in held.items():
+            self._shard_of |= dict.fromkeys(names, shard)
+        for name, shard in promised.items():
+            if name not in held[shard]:
+                raise CheckpointError(
+                    f"{self.folder / INDEX_FILE} says that {name} is in {shard}, which does not hold it"
+                )
+        self._shard_of |= promised
+
+    def _open(self, shard: str) -> Any:
+        if shard not in self._files:
+            self._files[shard] = open_shard(regular_file(self.folder, shard))
+        return self._files[shard]
+
+    def release(self) -> None:
+        """Forgets kept tensors and unmaps the files, so that these leave memory; reading opens them again."""
+        self.keep(None)
+        self.unmap()
+
+    def unmap(self) -> None:
+        self._files.clear()
+
+    def keep(self, prefix: str | None) -> None:
+        """Reads tensors whose names begin with ``prefix`` once until ``release`` or another prefix.
+
+        :meth:`tensor` then hands out the same memory again: nothing may be written to it.
+        """
+        self._kept_prefix, self._kept = prefix, {}
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._shard_of)
+
+    def header(self, name: str) -> StoredTensor:
+        """Shape, dtype and file of a tensor without reading it."""
+        return StoredTensor.of(self._slice(name), self._shard_of[name])
+
+    def headers(self) -> dict[str, StoredTensor]:
+        """:meth:`header` of every tensor by name."""
+        return {name: self.header(name) for name in self._shard_of}
+
+    def files(self) -> list[str]:
+        """Names of the weight files, relative to the folder."""
+        return list(self._shards)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor by name, on the CPU in its stored dtype.
+
+        Raises:
+            CheckpointError: absent, not of floating-point numbers, or a value is NaN or infinite.
+        """
+        if name in self._kept:
+            return self._kept[name]
+        self.header(name).check_dtype(name)
+        tensor = self._finite(name, self._open(self._shard_of[name]).get_tensor(name).clone())
+        if self._kept_prefix is not None and name.startswith(self._kept_prefix):
+            self._kept[name] = tensor
+        return tensor
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows ``start:stop`` of a tensor, on the CPU in its stored dtype; the others are not read.
+
+        Raises:
+            CheckpointError: absent, or a value among them is NaN or infinite.
+        """
+        return self._finite(name, self._slice(name)[start:stop].clone())
+
+    def _finite(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point() and not is_finite(tensor):
+            bad = int((~torch.isfinite(tensor)).sum())
+            raise CheckpointError(f"tensor {name} in {self._shard_of[name]} has {bad} NaN or infinite values")
+        return tensor
+
+    def _slice(self, name: str) -> Any:
+        if name not in self._shard_of:
+            raise CheckpointError(f"tensor {name} is absent from {self.folder}")
+        return self._open(self._shard_of[name]).get_slice(name)
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    weight_map = read_json(folder, INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{folder / INDEX_FILE} is not a safetensors index: weight_map is empty or absent")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str):
+            raise CheckpointError(f"{folder / INDEX_FILE} is not a safetensors index: {name} is in {shard!r:.100}")
+    return weight_map
 
 
 class SourceChangedError(CheckpointError):

@@ -18,8 +18,14 @@ from mha2mla.checkpoints import CONFIG_FILE, CheckpointError, check_converted, c
 from mha2mla.conversion.config_check import LAYER, check_config
 from mha2mla.conversion.families import ADAPTERS, FamilyAdapter, SourceSpec, UnsupportedSourceError, adapter_for
 from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION
-from mha2mla.conversion.source.checkpoint import INDEX_FILE, SINGLE_FILE, CheckpointReader
-from mha2mla.conversion.source.files import FileIdentity, companions, identify
+from mha2mla.conversion.source.files import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    CheckpointReader,
+    FileIdentity,
+    companions,
+    identify,
+)
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.modeling.stored_tensors import FREQUENCIES, StoredParameters, check_frequencies
 from mha2mla.terminal import Span, progress_bar

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from mha2mla.conversion.calibration.blocks import ActivationStore
 from mha2mla.conversion.families import visible
 from mha2mla.conversion.fit.repeatable import UNGROUPED_SDPA
-from mha2mla.conversion.source.checkpoint import CheckpointReader
+from mha2mla.conversion.source.files import CheckpointReader
 from mha2mla.modeling.stored_tensors import StoredParameters
 
 _EMBEDDED_TOKENS = 8192  # at a time

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from mha2mla.checkpoints import CheckpointError
-from mha2mla.conversion.source.checkpoint import CheckpointReader
+from mha2mla.conversion.source.files import CheckpointReader
 
 
 def sharded(folder):
