@@ -347,23 +347,23 @@ FAULTS = tuple(
 -weights.v_bias.view(kv_heads, d).repeat_interleave(spec.group_size, 0)
 +weights.v_bias.view(kv_heads, d).repeat(spec.group_size, 1)
 # the mean phase is on the wrong side
-@ mha2mla/conversion/rope/basis.py
-? tests/conversion/rope/test_basis.py
+@ mha2mla/conversion/rope.py
+? tests/conversion/test_rotary_basis.py
 -query_nope.append(real_map(identity[rest[a]] * phase[h]))
 +query_nope.append(real_map(identity[rest[a]] * phase[h].conj()))
 # shared queries are not conjugated
-@ mha2mla/conversion/rope/basis.py
-? tests/conversion/rope/test_basis.py
+@ mha2mla/conversion/rope.py
+? tests/conversion/test_rotary_basis.py
 -query_rope = real_map(components.decode.mH)
 +query_rope = real_map(components.decode.mT)
 # a dim is kept without its partner
-@ mha2mla/conversion/rope/basis.py
-? tests/conversion/rope/test_basis.py
+@ mha2mla/conversion/rope.py
+? tests/conversion/test_rotary_basis.py
 -return torch.cat([torch.cat([real, -imag], -1), torch.cat([imag, real], -1)], -2)
 +return torch.cat([torch.cat([real, imag], -1), torch.cat([imag, real], -1)], -2)
 # the least important pairs are kept
-@ mha2mla/conversion/rope/rules.py
-? tests/conversion/rope/test_rules.py
+@ mha2mla/conversion/rope.py
+? tests/conversion/test_rope_rules.py
 -scores.sort(dim=0, descending=True, stable=True).indices[: problem.pairs]
 +scores.sort(dim=0, descending=False, stable=True).indices[: problem.pairs]
 # the covariance is not centred

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 import mha2mla
-from mha2mla.conversion.rope.rules import RopeProblem, Scored
+from mha2mla.conversion.rope import RopeProblem, Scored
 from mha2mla.trial_models import tiny_checkpoint
 
 

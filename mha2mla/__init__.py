@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mha2mla.conversion.latent.rules import LowRankRule
     from mha2mla.conversion.presets import PRESETS as presets
     from mha2mla.conversion.recipe import Recipe
-    from mha2mla.conversion.rope.rules import RopeRule
+    from mha2mla.conversion.rope import RopeRule
     from mha2mla.eval.inspection import Inspection
     from mha2mla.eval.inspection import inspect_checkpoint as inspect
     from mha2mla.eval.latency import model_latency
@@ -44,7 +44,7 @@ _LAZY = {
     "MLAGeometry": "mha2mla.geometry:MLAGeometry",
     "QualityReport": "mha2mla.eval.quality:QualityReport",
     "Recipe": "mha2mla.conversion.recipe:Recipe",
-    "RopeRule": "mha2mla.conversion.rope.rules:RopeRule",
+    "RopeRule": "mha2mla.conversion.rope:RopeRule",
     "convert": "mha2mla.pipeline:convert",
     "evaluate_quality": "mha2mla.eval.quality:evaluate_quality",
     "heal": "mha2mla.healing.run:heal",

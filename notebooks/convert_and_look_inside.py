@@ -36,8 +36,7 @@ import transformers
 
 import mha2mla
 from mha2mla.conversion.latent.rules import LatentProblem, WhitenedJoint
-from mha2mla.conversion.rope.basis import SharedComponents
-from mha2mla.conversion.rope.rules import RopeProblem, Rotation
+from mha2mla.conversion.rope import RopeProblem, Rotation, SharedComponents
 from mha2mla.eval import evaluate_quality, plots, print_table
 from mha2mla.eval.plotting import Curve, Panel, Picture
 from mha2mla.eval.quantized_caches import KVCodes, LatentCodes

@@ -16,7 +16,7 @@ from mha2mla.cli.verbs import app
 from mha2mla.conversion.latent.rules import LowRankRule
 from mha2mla.conversion.presets import AUTO, PRESETS, PresetName
 from mha2mla.conversion.recipe import Recipe
-from mha2mla.conversion.rope.rules import RopeRule
+from mha2mla.conversion.rope import RopeRule
 from mha2mla.conversion.stages import LowRank, Selection
 from mha2mla.conversion.target import LAYOUTS, LayoutName
 from mha2mla.healing.settings import Settings

@@ -31,7 +31,7 @@ from mha2mla.conversion.latent.basis import LatentBasis, layer_statistics
 from mha2mla.conversion.latent.rules import SvdJoint
 from mha2mla.conversion.layer import PreparedLayer, converted_biases, finish_layer, prepare_layer
 from mha2mla.conversion.recipe import Recipe
-from mha2mla.conversion.rope.rules import ByFrequency
+from mha2mla.conversion.rope import ByFrequency
 from mha2mla.conversion.source.streaming import BATCH_TOKENS, StreamedModel, first_output, inputs_observed
 from mha2mla.conversion.stages import Fit
 from mha2mla.geometry import MLAGeometry

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mha2mla.conversion.latent.basis import BasisRule
     from mha2mla.conversion.latent.rules import LowRankRule
     from mha2mla.conversion.layer import LayerRules
-    from mha2mla.conversion.rope.rules import RopeRule
+    from mha2mla.conversion.rope import RopeRule
 
 STAGES: Mapping[str, type[Stage]] = {
     "target": Target,
@@ -164,7 +164,7 @@ class Recipe:
 
     @property
     def rope_rule(self) -> RopeRule:
-        from mha2mla.conversion.rope.rules import RopeRule  # with torch, which takes longer than a --help
+        from mha2mla.conversion.rope import RopeRule  # with torch, which takes longer than a --help
 
         return RopeRule.find(self.rope.selection)
 
@@ -287,7 +287,7 @@ def _flat(stages: Mapping[str, Stage]) -> dict[str, Any]:
 
 def selections(layout: str) -> tuple[str, ...]:
     """The names of ``rope.selection`` that ``layout`` knows."""
-    from mha2mla.conversion.rope.rules import RopeRule
+    from mha2mla.conversion.rope import RopeRule
 
     return tuple(name for name in RopeRule.names() if layout in RopeRule.find(name).layouts)
 

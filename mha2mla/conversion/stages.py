@@ -128,7 +128,8 @@ class Rope(Stage):
         selection: the rule, by name or as a ``RopeRule``. ``"high"`` / ``"low"``: highest / lowest frequencies;
             ``"uniform"``: evenly spaced; ``"2-norm"``: largest |q| · |k| (arXiv 2502.14837); ``"rotation"``: what
             leaving a pair un-rotated costs, in the shared layout over a unitary basis of all heads; ``"rorope"``,
-            ``"rorope-2"``, ``"rorope-4"``: RoRoPE with FreqFold (arXiv 2502.07864). Each is a class of ``rope.rules``.
+            ``"rorope-2"``, ``"rorope-4"``: RoRoPE with FreqFold (arXiv 2502.07864). Each is a class of
+            ``conversion.rope``.
         share: rotary share of a ``cache_ratio``'s budget; None: the layout's own.
         longrope_table: longrope's table that becomes the layer's: ``"short"`` (lengths up to the original
             maximum) or ``"long"``.

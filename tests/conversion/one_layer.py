@@ -7,7 +7,7 @@ from mha2mla.conversion.calibration.statistics import LayerStatistics, Statistic
 from mha2mla.conversion.families import ADAPTERS, AttentionWeights, SourceSpec
 from mha2mla.conversion.layer import rotary_basis
 from mha2mla.conversion.recipe import selections
-from mha2mla.conversion.rope.basis import RotaryBasis
+from mha2mla.conversion.rope import RotaryBasis
 from mha2mla.conversion.target import LAYOUTS
 from tests.conversion import tiny
 from tests.conversion.plain_mla import plain_mla_attention

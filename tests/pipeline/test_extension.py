@@ -15,7 +15,7 @@ from mha2mla.conversion.extension import PLUGINS, RecipeObject
 from mha2mla.conversion.latent.rules import SvdJoint
 from mha2mla.conversion.recipe import Recipe, normalize_keys, stages_of
 from mha2mla.conversion.resume import ResumeError
-from mha2mla.conversion.rope.rules import ByFrequency, RopeRule, Scored, TwoNorm
+from mha2mla.conversion.rope import ByFrequency, RopeRule, Scored, TwoNorm
 from mha2mla.conversion.stages import Fit
 from mha2mla.pipeline import run
 from tests.conversion import tiny
@@ -116,7 +116,7 @@ def test_a_rule_that_breaks_its_contract_is_named(source, tmp_path):
 
 def test_a_checkpoint_loads_without_the_class_that_made_it(source, tmp_path):
     (tmp_path / "gone.py").write_text(
-        "from dataclasses import dataclass\nfrom mha2mla.conversion.rope.rules import TwoNorm\n"
+        "from dataclasses import dataclass\nfrom mha2mla.conversion.rope import TwoNorm\n"
         "@dataclass(frozen=True)\nclass Mine(TwoNorm):\n    pass\n"
     )
     convert_it = (

@@ -11,7 +11,7 @@ import torch
 
 from mha2mla.conversion.calibration.statistics import GOLDEN, AttentionSample
 from mha2mla.conversion.families import AttentionWeights, SourceSpec, visible
-from mha2mla.conversion.rope.basis import RotaryBasis, rotary_table, rotate
+from mha2mla.conversion.rope import RotaryBasis, rotary_table, rotate
 from mha2mla.modeling.modeling_mha2mla import apply_rope
 
 _PAIRS = 2**22  # pairs of a query and a key in all windows of a length, at most, for each head: their scores are kept

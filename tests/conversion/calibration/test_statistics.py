@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mha2mla.conversion.calibration.statistics import StatisticsCollector
-from mha2mla.conversion.rope.rules import key_second_moment
+from mha2mla.conversion.rope import key_second_moment
 from tests.conversion.one_layer import Layer
 from tests.ops import FunctionCalls
 

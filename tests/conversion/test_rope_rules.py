@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mha2mla.conversion.families import AttentionWeights
-from mha2mla.conversion.rope.rules import RoRoPE, folded_components, key_second_moment, rotation_cost
+from mha2mla.conversion.rope import RoRoPE, folded_components, key_second_moment, rotation_cost
 from tests.conversion.one_layer import Layer, Recipe, basis_of, frequencies, shared_basis
 
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from mha2mla.conversion import rope as rope_rules
+from mha2mla.conversion.layer import joint_key_metric
 from mha2mla.conversion.recipe import selections
-from mha2mla.conversion.rope import rules as rope_rules
-from mha2mla.conversion.rope.basis import joint_key_metric, rotate
+from mha2mla.conversion.rope import rotate
 from mha2mla.conversion.target import LAYOUTS
 from tests.conversion import tiny
 from tests.conversion.one_layer import Layer, Recipe, basis_of, frequencies, shared_basis

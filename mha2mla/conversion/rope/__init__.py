@@ -1,1 +1,0 @@
-"""The rotary part of a layer: which pairs stay rotary, and the linear maps that this makes."""
