@@ -468,7 +468,7 @@ FAULTS = tuple(
 -            self._prefixes.remove(sequence)
 +            pass
 # a token that came behind the end is part of the answer
-@ mha2mla/loop/request.py
+@ mha2mla/loop/scheduler.py
 ? tests/loop/test_scheduler.py
 -        if self.finished is not None:
 -            return

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mha2mla.loop.loop import Loop
-from mha2mla.loop.request import Request, Sampling
+from mha2mla.loop.scheduler import Request, Sampling
 from mha2mla.modeling import MHA2MLAForCausalLM
 from mha2mla.modeling.cache_layout import PAGE_SIZE
 from mha2mla.prompts import Answers

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mha2mla.loop.request import Request, Sampling
 from mha2mla.loop.runner import Runner
 from mha2mla.loop.sampler import History, choose
-from mha2mla.loop.scheduler import Chunk, Scheduler
-from mha2mla.modeling import BatchModel, PagedCache, paged_model
+from mha2mla.loop.scheduler import Chunk, Request, Sampling, Scheduler
+from mha2mla.modeling import BatchModel, paged_model
 from mha2mla.modeling.cache_layout import PAGE_SIZE
 from mha2mla.modeling.captured import CudaGraphs, Recorder
 
@@ -100,9 +99,12 @@ class Loop:
         self.max_length = max_length or model.config.max_position_embeddings
         longest = -(-self.max_length // page_size)
         if num_pages is None:
-            most = max_sequences * longest
+            most = max_sequences * longest if max_pages is None else min(max_sequences * longest, max_pages)
             one = model.paged_cache(1, page_size, rotary_key_cache=rotary_key_cache)
-            num_pages = _pages_for(one, most if max_pages is None else min(most, max_pages))
+            room = _CPU_BYTES
+            if one.device.type == "cuda":
+                room = int(torch.cuda.mem_get_info(one.device)[0] * _SHARE_OF_FREE)
+            num_pages = max(1, min(most, room // one.nbytes))
         self.cache = model.paged_cache(num_pages, page_size, rotary_key_cache=rotary_key_cache)
         self.scheduler = Scheduler(self.cache.allocator, max_sequences, max_tokens, share_prefixes)
         self.runner = Runner(model, self.cache, min(longest, num_pages), max_sequences, recorder or CudaGraphs())
@@ -213,11 +215,3 @@ class Loop:
                 f"prompt and answer have up to {most} tokens; expected at most max_length={self.max_length}"
             )
         return request
-
-
-def _pages_for(one: PagedCache, most: int) -> int:
-    """Pages that memory allows, at most ``most``, of a cache of which ``one`` has one page."""
-    room = _CPU_BYTES
-    if one.device.type == "cuda":
-        room = int(torch.cuda.mem_get_info(one.device)[0] * _SHARE_OF_FREE)
-    return max(1, min(most, room // one.nbytes))

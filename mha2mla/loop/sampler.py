@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mha2mla.loop.request import Request, Sampling
-from mha2mla.loop.scheduler import Chunk
+from mha2mla.loop.scheduler import Chunk, Request, Sampling
 from mha2mla.modeling.batch import to_device
 
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
