@@ -129,7 +129,6 @@ def find_checkpoint(checkpoint: str | os.PathLike[str], name: str) -> str:
     The hub is asked once, without retries.
 
     Args:
-        checkpoint: folder, or hub id with or without an owner.
         name: what the caller calls it, for error messages.
 
     Raises:

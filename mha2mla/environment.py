@@ -35,10 +35,7 @@ def collect_environment(device: int = 0) -> dict[str, Any]:
     """Everything that belongs beside a measured number, as a flat dict of JSON values.
 
     Nothing here initialises CUDA in this process: ``nvidia-smi`` is asked. What cannot be found out is ``None``, never
-    left out.
-
-    Args:
-        device: index of the GPU as the driver counts them.
+    left out. GPU ``device`` is counted as the driver does.
 
     Returns:
         ``date`` (UTC, ISO 8601); ``commit``, with ``+dirty`` when tracked files differ (where there is no git: what

@@ -132,10 +132,8 @@ def output_file(
     """Checks that a file may be written at a path, and changes nothing.
 
     Args:
-        path: as the user gave it; None stays None.
         kind: of a file that may be replaced.
         inputs: files, checkpoint folders and other outputs of the same command; None and hub ids are left aside.
-        name: of the argument, for messages.
         made: folder that the command makes; no output lies in it.
 
     Returns:

@@ -290,10 +290,7 @@ def random_pair(
     """A shape beside what converting it gives.
 
     Args:
-        name: of the shape.
-        target: as for :func:`converted_config`.
         layers: of both models; None: the shape's.
-        dtype: of the weights.
 
     Raises:
         ValueError: no such shape, no layers, or a target that does not fit the shape.

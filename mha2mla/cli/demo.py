@@ -113,13 +113,10 @@ def run_demo(
     Args:
         model: folder or hub id of an MHA/GQA checkpoint; default SmolLM2-135M-Instruct, fetched once.
         more: also converts by :data:`MORE_RECIPES`, times decode steps on a CPU too, and shows more columns.
-        device: default CUDA where there is one.
         output: folder that gets one checkpoint per recipe; default ``demo/NAME`` in the cache. Older ones are replaced.
         prompt: what to generate from; through the chat template where the tokenizer has one.
         max_new_tokens: tokens to generate, greedily.
         json: file to write the rows to, with texts and environment.
-        settings: default :class:`DemoSettings`.
-        console: where to print.
 
     Returns:
         One row per model, the source first and over a quantised cache second; keys of the columns, ``text``,

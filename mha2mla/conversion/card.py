@@ -114,11 +114,9 @@ def model_card(
 
     Args:
         report: ``ConversionReport.to_dict()``.
-        made: what was done to the source.
         metadata: licence and hub id of the source, where it is known, for the hub.
         plot: name of the picture beside the card; None when there is none.
         layers, geometry: tables of the losses by layer and of a layer's geometry.
-        environment: one line on machine and libraries.
     """
     header = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["mha2mla", "mla"]}
     cached, before = report["cache_numel_per_token"], report["source_cache_numel_per_token"]

@@ -273,7 +273,6 @@ class ShardedWriter:
     """Tensors into ``model.safetensors``, or into numbered shards with an index when they are larger than one shard.
 
     Args:
-        folder: existing folder.
         max_shard_bytes: a shard is written when the next tensor would make it larger; also what waits in memory.
     """
 

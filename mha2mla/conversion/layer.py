@@ -26,7 +26,6 @@ class LayerRules:
     """The part of a recipe that decides a layer's tensors.
 
     Attributes:
-        rope, low_rank: the rules.
         per_group: one rotary key per kv head; else one for all.
         centered: the values' mean, as far as the latent loses it, goes into ``o_proj.bias``.
         turn_queries: un-rotated queries are multiplied by half of their mean phase.
@@ -82,12 +81,7 @@ def prepare_layer(
     weights: AttentionWeights,
     statistics: LayerStatistics | None,
 ) -> PreparedLayer:
-    """The part of a layer's conversion that does not look at ``geometry.kv_lora_rank``.
-
-    Args:
-        weights: float64.
-        statistics: of this layer; None when the rules need none.
-    """
+    """The part of a layer's conversion that does not look at ``geometry.kv_lora_rank``; ``weights`` are float64."""
     basis = rotary_basis(
         spec, geometry, rules.rope, statistics, weights, per_group=rules.per_group, turn_queries=rules.turn_queries
     )

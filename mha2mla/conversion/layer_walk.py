@@ -90,7 +90,6 @@ class ConvertedLayer:
     """One layer of the result, and how it went.
 
     Attributes:
-        layer: its index.
         tensors: by their name below ``self_attn.``, in the dtypes that are stored.
         seconds: statistics, conversion, reconstruction and the streams.
         loss_before, loss_after: of the reconstruction, relative squared errors on held-out windows; None without one.

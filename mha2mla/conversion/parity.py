@@ -39,7 +39,6 @@ class LayerParity:
     """Relative errors (Frobenius norm of the difference over the source's) of one layer on held-out text.
 
     Attributes:
-        layer: index.
         score_error: attention scores of the converted layer on the source's inputs. Each query's scores count from
             their mean over the keys it sees, since softmax does not see a constant. None when the model's attention
             is not SDPA.

@@ -147,7 +147,6 @@ def compare_predictions(
         source, converted: logits [n, vocabulary] of a slice of the N positions, any floating dtype; one slice of each
             is alive at a time. Log-probabilities are taken in float32.
         targets: [N] int64, the token that follows each position.
-        metrics: what to measure.
 
     Returns:
         Per metric: key → values [N] float64 on the CPU.
@@ -204,7 +203,6 @@ class Predictor:
     output (soft-capped, scaled) is found out at once, and its logits are kept whole.
 
     Args:
-        model: ready to evaluate, on its device.
         run: how windows go through it, such as over a quantised cache.
     """
 

@@ -116,7 +116,6 @@ class WorkFolder:
     Args:
         folder: made with the first piece. Pieces of another request are removed with the first one of this.
         request: JSON values that say what is converted to what, and how.
-        resume: whether pieces that are there may be used.
 
     Attributes:
         damaged: names of files that were no pieces of this request and are gone.
@@ -169,9 +168,6 @@ class WorkFolder:
     def put(self, name: str, tensors: Mapping[str, torch.Tensor], about: Any = None) -> None:
         """Puts a piece on disk; when this returns, it survives whatever happens to the process.
 
-        Args:
-            about: JSON values that belong to the tensors.
-
         Raises:
             DestinationError: the file system does not take the file.
         """
@@ -203,7 +199,6 @@ class FinishedLayers(Mapping[int, dict[str, torch.Tensor]]):
     """Converted layers by index, as pieces of a :class:`WorkFolder`.
 
     Args:
-        work: where they are.
         inputs: JSON values: what the layers depend on beside the request, found out on the way (the calibration
             windows, the ranks). Layers that depend on something else do not count.
     """

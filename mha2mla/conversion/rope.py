@@ -327,7 +327,6 @@ def rotary_basis(
     """The rotary basis that ``rule`` chooses for one layer, before its queries are refitted.
 
     Args:
-        per_group: one rotary key per kv head; else one for all.
         turn_queries: multiply un-rotated queries by half of their mean phase.
 
     Raises:

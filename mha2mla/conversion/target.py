@@ -137,7 +137,6 @@ class Target(Stage):
         Args:
             rope_share: of a ``cache_ratio``'s budget; None: the layout's own.
             per_query_head: whether W_UK and W_UV are given per query head.
-            bits, group: of the latent's codes.
 
         Raises:
             ValueError: the target does not fit the source (more pairs or more rank than it has, or a budget too small);

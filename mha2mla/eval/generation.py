@@ -39,7 +39,6 @@ class GenerationSettings:
     Attributes:
         prompt_lengths: tokens of running text that are continued.
         new_tokens: tokens of a continuation, at least ``TAIL``.
-        prompts: of each length.
         seed: draws the prompts.
         text: where they come from; a name for :func:`~mha2mla.conversion.calibration.texts.load_text`.
     """
@@ -101,7 +100,6 @@ def compare_generation(
 
     Args:
         source, converted: loaded causal language models of one vocabulary.
-        tokenizer: of both.
         longest: tokens that both models take; longer prompts are left out.
 
     Returns:

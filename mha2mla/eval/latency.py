@@ -194,13 +194,11 @@ def model_rows(
 
     Args:
         models: name → causal language model, or what makes one and lets go of it afterwards; all on one device.
-        levels: what is measured.
         batch_sizes, seqlens: every pair of them is measured.
         new_tokens: tokens that ``generate`` makes after each prompt; no text ends before.
         check: without it caches hold random numbers, nothing is compared, and every row's status says so.
         min_run_time: seconds of measurement per row of a step or prompt.
         prefill_chunk: tokens per sequence that are prefilled at a time before a step.
-        seed: of the tokens.
 
     Yields:
         Rows with the keys of :data:`~mha2mla.eval.measurement.COLUMNS`, and ``weight_bytes`` and ``read_bytes``, what a

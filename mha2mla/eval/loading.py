@@ -49,7 +49,6 @@ def load_model(
     Args:
         model: folder or hub id; or a function that makes a model, or a loaded one, which are taken as they are.
         name: what the caller calls it, for error messages.
-        device: default CUDA where there is one.
         dtype: of the weights; default what the checkpoint has.
 
     Raises:

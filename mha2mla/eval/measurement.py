@@ -113,7 +113,6 @@ def measured(
 
     Args:
         read: bytes of cache that a call reads, for its rate.
-        graph: measure its time in a CUDA graph too.
     """
     row: dict[str, Any] = {"status": NOT_CHECKED}
     if check is not None:

@@ -290,8 +290,6 @@ def preset_latency(name: str, *, progress: bool = False, **options: Any) -> Iter
     """Rows of a preset: every implementation at each of its shapes, a layer and all layers, beside published times.
 
     Args:
-        name: of the preset.
-        progress: show a bar, on standard error.
         options: ``dtype``, ``device``, ``min_run_time``, ``check`` of :func:`attention_latency`.
 
     Yields:

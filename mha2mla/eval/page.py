@@ -39,10 +39,8 @@ class Block:
     """Part of a section: a picture with its table, a table alone, or text to copy.
 
     Attributes:
-        headline: what the picture or the table shows.
         columns: key → heading of the table.
         folded: an HTML page shows the table on demand.
-        code: a command or a file.
     """
 
     headline: str

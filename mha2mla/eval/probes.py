@@ -65,7 +65,6 @@ class ProbeSettings:
         lengths: tokens of the contexts that end in a question.
         gaps: tokens from one occurrence of a span to the next.
         items: of each probe at each length.
-        seed: of everything drawn.
         text: what fills the contexts and where the spans come from; a name for ``calibration.texts.load_text``.
     """
 
@@ -88,12 +87,10 @@ class ProbeRow:
     """One probe at one length, source beside converted.
 
     Attributes:
-        probe: name of the probe.
         length: tokens of the context, or of the gap between two occurrences.
         measure: "accuracy", the share of right choices, or "gain", nats per token of the repeated span.
         num_items: questions or spans; text, seed: sources of them.
         chance: result of guessing.
-        source, converted: results of the models.
         source_by_depth, converted_by_depth: the same for the first, middle and last third of the depths at which the
             answer stands; empty where there are fewer than three items or no depth.
         nll_source, nll_converted: mean negative log-likelihood of the right answer among all tokens, which moves before
@@ -139,7 +136,6 @@ def run_probes(
 
     Args:
         source, converted: loaded causal language models of one vocabulary.
-        tokenizer: of both.
         longest: tokens that both models take; longer probes are left out.
 
     Returns:

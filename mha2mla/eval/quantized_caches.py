@@ -35,7 +35,6 @@ class ComparedCache:
     """A model with its own cache, run over windows of a text: of 16 bits, or of the checkpoint's codes.
 
     Args:
-        model: causal language model, ready to evaluate.
         name: of the cache, as in :class:`~mha2mla.eval.quality.QualityRow`; None: by its bits.
     """
 
@@ -107,7 +106,6 @@ class QuantizedKV(ComparedCache):
 
     Args:
         model: causal language model of transformers whose attention is dispatched by ``AttentionInterface``.
-        codes: of its cache.
     """
 
     def __init__(self, model: nn.Module, codes: KVCodes) -> None:
@@ -159,7 +157,6 @@ class QuantizedKV(ComparedCache):
         """Attention of a whole window: [B, L, H, d_v].
 
         Args:
-            module: the layer's attention.
             query: [B, H, L, d_h] after RoPE; key [B, h_kv, L, d_h] after RoPE; value [B, h_kv, L, d_v].
             mask: bool [B, 1, L, L], True where a query sees; None: all up to itself.
 
@@ -288,13 +285,7 @@ class LatentCodes:
 
 
 class QuantizedLatent(ComparedCache):
-    """A converted model whose attention reads latents of codes.
-
-    Args:
-        model: a converted causal language model.
-        codes: of its cache.
-        bases: of every layer.
-    """
+    """A converted model whose attention reads latents of codes."""
 
     def __init__(self, model: nn.Module, codes: LatentCodes, bases: Sequence[LatentBasis]) -> None:
         super().__init__(model, codes.name)

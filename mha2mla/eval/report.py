@@ -40,11 +40,9 @@ def print_table(
 
     Args:
         rows: dicts of plain values; a row may lack a column (shown as a dash).
-        title: printed above the table.
         columns: which keys, in which order; a mapping key → heading gives other headings. Default: every key
             that has a value somewhere, in the order of its first appearance.
         caption: printed below the table (the environment, usually).
-        console: where to print; default standard output.
         longest: characters of a cell; more become a note.
     """
     headings = _headings(rows, columns)

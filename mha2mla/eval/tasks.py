@@ -40,7 +40,6 @@ class TaskRow:
         task, metric, filter: lm-eval's names.
         higher_is_better: what lm-eval says of the metric; None where it does not say.
         num_samples: documents that were scored; None for a group.
-        source, converted: the metric.
         stderr_source, stderr_converted: its standard error; None where lm-eval gives none.
     """
 
@@ -127,7 +126,6 @@ def evaluate_tasks(
             start from the working directory, as everywhere in lm-eval.
         num_fewshot: examples before each question; default the task's own.
         limit: documents of each task at most.
-        batch_size: requests at a time.
         tokenizer: needed when ``source`` is a loaded model; otherwise each folder's own.
         device: where to compute; default CUDA when there is one.
         dtype: what folders are loaded as; default what they hold.

@@ -64,9 +64,7 @@ def answer_all(
 
     Args:
         tasks: as :func:`mha2mla.prompts.read_prompts` gives them.
-        answers: of runs before, and of this one.
         sampling: of all; the n-th task has the n-th seed from its own on.
-        chat: by the tokenizer's chat template.
 
     Raises:
         ValueError: a prompt that the loop cannot take, before anything runs.
@@ -117,9 +115,6 @@ class Conversation:
         model, tokenizer: whose chat template is used where there is one; else texts just go on.
         sampling: of every answer; its tokens to stop at are the model's.
         loop: options of :class:`Loop`.
-
-    Attributes:
-        last: what the last answer took.
     """
 
     def __init__(

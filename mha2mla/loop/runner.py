@@ -33,11 +33,7 @@ class Runner:
     A graph is made for each bucket of rows when it is first needed: 1, 2, 4, 8, then multiples of 8.
 
     Args:
-        model: in eval mode.
-        cache: of the model.
-        max_pages: of a sequence.
         max_sequences: rows of the largest bucket, and slots.
-        recorder: what records steps, on devices of its type.
 
     Attributes:
         last: [max_sequences + 1] int64, the token that was last chosen in each slot; the last entry is nobody's.

@@ -61,7 +61,6 @@ class Request:
 
     Attributes:
         prompt: token ids, one at least.
-        sampling: how it goes on.
         tokens: prompt and answer, as far as the host has read them.
         in_flight: tokens behind these that the device has been told to choose and nobody has read.
         sequence: of the page allocator, while the request runs.
@@ -118,7 +117,6 @@ class Chunk:
     """Tokens ``start`` to ``start + count`` of a request, which a step caches.
 
     Attributes:
-        sequence, slot: of the request, in this step.
         samples: they are the last ones, so that the next token comes from them.
     """
 
@@ -154,7 +152,6 @@ class Scheduler:
 
     Attributes:
         waiting, running: requests, the oldest first.
-        preemptions: how often pages were taken away.
 
     Raises:
         ValueError: ``max_tokens`` is less than ``max_sequences``: each could not even decode.

@@ -88,16 +88,12 @@ class SequenceBatch:
 
         Args:
             query_lengths: new tokens per sequence, in the caller's order.
-            cached_lengths: tokens that each has cached.
             pages: of each sequence, with room for the new tokens (:class:`~mha2mla.modeling.pages.PageAllocator`).
-            page_size: tokens per page.
             num_pages: of the cache; None: not checked.
-            cache_starts: first visible token per sequence.
             max_pages: columns of the page table; default the most that a sequence has, at least one.
             num_sequences: rows to pad the batch to, for a CUDA graph of that size; they have as many new tokens as the
                 shortest sequence (one, if there is none: what to capture a graph over), cache nothing and see nothing.
             sequence_versions: sequence and generation of each.
-            device: of the tensors.
 
         Raises:
             CacheCapacityError: a sequence's pages do not hold its tokens, are not in the cache, are more than

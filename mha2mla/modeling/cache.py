@@ -76,7 +76,6 @@ def check_mask(attention_mask: Tensor, batch: int, query_length: int, cache: Cac
 
     Args:
         attention_mask: [B or 1, T].
-        cache: a LatentCache, or None.
 
     Raises:
         ValueError: another number of sequences, or of tokens. (How many a static cache holds is known to its device

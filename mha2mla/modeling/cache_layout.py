@@ -34,7 +34,6 @@ class CacheLayout:
     """The tensors of one layer's cache, in pages.
 
     Args:
-        name: of the layout, for messages and reports.
         tensors: each is stored as [num_pages, page_size, *shape].
         page_size: tokens per page.
 

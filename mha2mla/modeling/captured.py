@@ -362,8 +362,6 @@ class GraphStore:
         """The cache of a ``generate`` call: over pages that are kept, if they do.
 
         Args:
-            config: of the cache.
-            rows: B.
             prompt, longest: tokens per sequence at the beginning, and at most.
         """
         room = -(-min(longest, prompt + _ROOM_FOR_ANSWER) // _CAPACITY_STEP) * _CAPACITY_STEP
@@ -387,12 +385,7 @@ class GraphStore:
 
 
 def compile_steps(model: PreTrainedModel, config: MHA2MLAConfig, rows: int, prompt: int) -> int:
-    """Compiles the kernels of ``generate`` ahead, where TileLang's cache lacks them; returns how many it lacked.
-
-    Args:
-        config: of the cache.
-        rows, prompt: B, and tokens of each prompt.
-    """
+    """Compiles the kernels of ``generate`` ahead, where TileLang's cache lacks them; returns how many it lacked."""
     prompt = min(_LONG_PROMPT, 1 << max(0, prompt - 1).bit_length())
     call = ("generate", config.to_json_string(use_diff=False), model.dtype, rows, prompt)
     return compile_ahead(model.device, call, partial(_run_steps, model, config, rows, prompt))

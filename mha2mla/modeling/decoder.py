@@ -314,7 +314,6 @@ def run_source_model(decoder: FusedDecoder | None, input_ids: Tensor, step: Atte
     are written. None, and nothing done, where that would not be the same but for rounding.
 
     Args:
-        decoder: of :meth:`FusedDecoder.prepare_source`.
         input_ids: [1, N].
         step: whose layers are served by backends of keys and values.
     """

@@ -40,9 +40,6 @@ class LatentLayer(CacheLayerMixin):
     side and the expanded form reads them as a view.
 
     Args:
-        constants: of the model's layer.
-        page_size: tokens per page.
-        max_cache_len: as in LatentCache.
         backend_name: of what serves it: :meth:`choose`.
         prefills: its backend serves prompts too, if it can, also where it is not asked for by name.
 

@@ -55,8 +55,6 @@ class MLAAttention(nn.Module):
         out[h]      = sum_t softmax_t(score[h, t]) W_UV[up(h)] c[t]
 
     Args:
-        config: of the model.
-        layer_idx: index of the layer.
         source: the attention module of the source's architecture that this one replaces; with ``config.qk_norm`` its
             ``q_norm`` and ``k_norm`` are taken over, since families differ in how they compute them.
 
@@ -161,10 +159,8 @@ class MLAAttention(nn.Module):
             hidden_states: [B, S, hidden].
             position_embeddings: the source architecture's; ignored, every layer has its own frequencies.
             attention_mask: 4-D mask of the expanded form.
-            past_key_values: any cache of transformers.
             position_ids: [B or 1, S]; without ``config.has_rope_cache`` and with a cache, places in it
                 (:func:`cache_positions`).
-            mla_attentions: gets the attention weights by layer.
             kwargs: to the attention implementation.
 
         Returns:
@@ -547,7 +543,6 @@ def load_balancing_loss(source: PreTrainedConfig, routers: tuple[Tensor, ...], c
     """The auxiliary loss [] of the source's family, which keeps tokens spread over experts.
 
     Args:
-        source: config of the source's architecture.
         routers: router logits per layer with experts, [B * S, experts].
         counted: [B, S], 0 on tokens that do not count; None: all count.
 
@@ -695,7 +690,6 @@ def under_window(
         attention_mask: [B or 1, 1, S, T] of booleans, or added to scores; None: causal, from the last token on.
         query: [B, H, S, d]; shape, dtype and device are looked at.
         tokens: T.
-        implementation: of attention.
 
     Returns:
         [B or 1, 1, S, T], of booleans; added to scores where the given one is, or the implementation expects that.

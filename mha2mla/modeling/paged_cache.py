@@ -23,14 +23,6 @@ class PagedCache:
 
     Args:
         layers: backend and constants of every layer (:meth:`MHA2MLAForCausalLM.paged_cache` gives those of a model).
-        num_pages: pages of each layer.
-        page_size: tokens per page.
-        dtype: of the model.
-        device: of all tensors.
-
-    Attributes:
-        allocator: who owns which page.
-        layers: what serves them, and their pages.
     """
 
     def __init__(
@@ -119,7 +111,6 @@ class PagedCache:
         """Makes room for new tokens of some sequences, and says where they go. All of it or nothing.
 
         Args:
-            new_tokens: per sequence.
             max_pages, num_sequences: as in :meth:`SequenceBatch.build`.
 
         Raises:
@@ -196,7 +187,6 @@ class BatchModel:
         Args:
             num_pages: pages of each layer; a converted model's take ``num_pages * page_size *
                 config.cache_bytes_per_token(2)`` bytes in 16 bits.
-            page_size: tokens per page.
             rotary_key_cache: of a converted model, instead of what its config says.
 
         Raises:

@@ -33,7 +33,6 @@ class Growth:
     """Pages and copies that let some sequences grow together; :meth:`PageAllocator.commit` carries it out.
 
     Attributes:
-        new_tokens: per sequence.
         pages: of each of these sequences afterwards.
         copies: what to copy before new tokens are written; every target is a page that is still free.
         taken: pages that are no longer free afterwards, in the order in which they are taken.
@@ -54,10 +53,6 @@ class PageAllocator:
     A sequence is a number handed out by :meth:`allocate` or :meth:`fork`. Forked sequences share pages; a shared page
     is never written: the sequence that grows into one gets a page of its own, and the caller is told what to copy
     there. Every method either does all it says or raises and changes nothing.
-
-    Args:
-        num_pages: pages that the cache has.
-        page_size: tokens per page.
 
     Raises:
         ValueError: either is less than 1, or there are more tokens than int32 slots address.
@@ -132,9 +127,6 @@ class PageAllocator:
         """Pages and copies for these sequences to grow together; changes nothing.
 
         Where several owners of a shared page write to it in one step, the last one keeps it.
-
-        Args:
-            new_tokens: per sequence.
 
         Raises:
             ValueError: no such sequence, or a negative number of tokens.

@@ -69,7 +69,6 @@ class LayerAttention:
         batch_backend: of ``forward_batch`` over a PagedCache; None: the backend that the config names refuses.
         batch_reason: what those refuse that come before it, or what it refuses itself; empty if nothing.
         sliding_window: tokens up to itself that a query sees, by the source's window or the user's; None: all.
-        device: that was asked for.
         compiled: decode runs a kernel that was written for it, in both ways of calling the model.
     """
 
@@ -125,9 +124,7 @@ def what_serves(
     Args:
         config: its ``attention_backend`` and attention implementation count.
         device: of the model. A CUDA device that this machine lacks is taken to be a Hopper.
-        dtype: of the model.
         query_length: new tokens per sequence, over a cache that holds more than these.
-        page_size: tokens per page of the cache.
     """
     device, name = torch.device(device), config.attention_backend
     expanded = config._attn_implementation or "sdpa"

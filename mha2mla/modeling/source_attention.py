@@ -322,7 +322,6 @@ class PagedSource(BatchModel):
         attention_backend: name of what serves all layers; None: the best one.
 
     Attributes:
-        model: the same.
         constants: per layer, what its attention is told.
 
     Raises:

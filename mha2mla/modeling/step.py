@@ -20,7 +20,6 @@ class CacheLayer:
     """Pages of one layer, and the backend that serves them.
 
     Attributes:
-        backend, constants: chosen when the cache is made.
         tensors: by the layout's names, each [num_pages, page_size, ...].
         dtype: of queries; cached elements may have fewer bits.
         layout: of the tensors; None for views of another engine's pages.
@@ -56,7 +55,6 @@ class AttentionStep:
     """A forward pass as its layers see it: of ``generate``, of a ragged batch, or of another engine.
 
     Attributes:
-        layers: of the cache.
         batches: per layer, where its new tokens go; one object for all layers of a device.
         plans: per layer, of its call of the backend; None: the model's ``attn_implementation`` attends, in the expanded
             form.
@@ -163,7 +161,6 @@ class StepPlanner:
         Inside ``torch.compile`` plans are temporaries of the compiled step, which places (and captures) them itself.
 
         Args:
-            layers: of the cache.
             batches: per layer; their ``lengths`` are read where no decode plan serves.
             query_length: new tokens of every sequence; None: they differ.
             attends: per layer, whether its backend attends; None: all do.

@@ -80,7 +80,6 @@ def check_loaded_files(model: PreTrainedModel, folder: str | None, files: Sequen
 
     Args:
         folder: that no file may lie outside of; None: of the first file.
-        files: paths of safetensors files.
 
     Raises:
         CheckpointError: a file that is none, truncated, or outside the folder; a tensor that is missing, unknown, of
@@ -167,7 +166,6 @@ class StoredParameters:
 
     Args:
         model: may be on the meta device.
-        stored: names of the tensors in the checkpoint.
 
     Attributes:
         shapes: stored name -> expected shape; without tensors that are tied to another.
@@ -206,8 +204,6 @@ class StoredParameters:
         """Holds the tensors of a checkpoint against the model's: all there, of its shapes, floats, and no others.
 
         Args:
-            stored: name -> header.
-            where: folder, for messages.
             unknown: the error of a tensor that the model has no place for.
 
         Raises:

@@ -28,7 +28,6 @@ class HeadShard:
     """The heads of a layer that one rank computes.
 
     Attributes:
-        whole: geometry of the layer.
         geometry: of the rank's part of it: the same latent, fewer heads.
         heads, rope_heads, up_heads: which of H, of G, and of the heads of W_UK and W_UV.
     """
@@ -74,7 +73,6 @@ class HeadShard:
 
         Args:
             name: below ``self_attn``.
-            tensor: as it is in the checkpoint.
         """
         geometry = self.whole
         if name in _ENCODERS and geometry.has_rope_cache:

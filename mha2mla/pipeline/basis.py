@@ -33,11 +33,7 @@ _CODES = tuple(bits for bits in LATENT_BITS if bits < 16)
 def in_quantised_basis(
     plan: Plan, walk: LayerWalk, layers: FinishedLayers, config: MHA2MLAConfig, progress: bool | Span = False
 ) -> Callable[[int], Mapping[str, torch.Tensor]]:
-    """Layer → its tensors: those of ``layers``, in the recipe's basis where latents are cached as codes.
-
-    Args:
-        config: of the result.
-    """
+    """Layer → its tensors: those of ``layers``, in the recipe's basis where latents are cached as codes."""
     geometries = walk.geometries
     if not any(each.has_codes for each in geometries):
         return layers.__getitem__
@@ -57,9 +53,6 @@ def losses_of_codes(
     The divergence of the converted model's predictions over codes from its own without, in the recipe's basis and with
     all layers coded, is measured; layers share it by ½ E[δᵀ F δ], with δ the errors of their codes and F the importance
     (:class:`LatentStatistics`).
-
-    Args:
-        geometry, layers: of the model that is measured.
     """
     spec, device = plan.spec, plan.model.device
     config = converted_config(plan.opened.config, spec, (geometry,) * spec.num_layers, plan.recipe)
@@ -111,7 +104,6 @@ def statistics_of(
 
     Args:
         tensors: of the model, by their names in its checkpoint.
-        windows: calibration text.
     """
     config = copy.deepcopy(config)
     config.latent_bits = 16

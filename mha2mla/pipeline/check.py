@@ -144,13 +144,10 @@ class Plan:
     """A conversion after all refusals and before any work.
 
     Attributes:
-        arguments: of the caller.
-        opened: the source.
         recipe: with its preset named.
         preset: which one, why, and the keys that were changed from it.
         model: the source, streamed.
         calibration: text by name or token windows; None where nothing depends on them.
-        lengths: of the calibration windows.
         held_out: in short windows, and in one of the longest length where any text was calibrated on.
         notes: for people, once.
     """
@@ -176,10 +173,6 @@ class Plan:
 
 def check(arguments: Arguments, folder: Path, recipe: Recipe, why: str) -> Plan:
     """Refuses what cannot be converted as it was asked for.
-
-    Args:
-        recipe, why: of :func:`choose_recipe`.
-        folder: of the source (:func:`source_folder`).
 
     Raises:
         UnsupportedSourceError, CheckpointError, DestinationError, ValueError: as ``convert``.
@@ -215,7 +208,6 @@ def merge_keys(
     """The recipe of ``convert``'s arguments: as it was given, or its keys in one flat dict, the preset among them.
 
     Args:
-        keys: given beside ``recipe``.
         others: names that are valid beside keys, for messages.
 
     Raises:

@@ -135,12 +135,9 @@ def plan(
     """Cache, capacity, kernel, predicted step and conversion cost of a source's conversions, by cache ratio.
 
     Args:
-        source: as :func:`read_source`.
         gpu: one of :data:`GPUS`; default this machine's.
         tp: GPUs that a model is split over.
-        context: tokens of a sequence.
         cache_ratios: bytes cached after / before conversion, each in (0, 1].
-        layouts: of the cache.
         latent_bits: recipe key ``latent.bits``, but for "auto", which measures; of codes no step is predicted.
 
     Raises:

@@ -49,7 +49,6 @@ class Prepared:
 
     Attributes:
         geometry: of every layer, but for the rank and for bits that are chosen.
-        walk: which converts the layers.
         searches: what was chosen, and what each choice would have lost.
     """
 
@@ -98,7 +97,6 @@ def prepare(
     Args:
         text, search: progress of the calibration text and of the search for ranks.
         folder: where activations go that are larger than ``spill_bytes``.
-        files: of the source.
     """
     recipe, spec, arguments = plan.recipe, plan.spec, plan.arguments
     geometry = recipe.geometry(spec)

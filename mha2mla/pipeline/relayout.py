@@ -59,7 +59,6 @@ def latent_tensors(geometry: MLAGeometry, tensors: Mapping[str, torch.Tensor]) -
     """The tensors of one layer, by their names below ``self_attn.``, in their own dtypes.
 
     Args:
-        geometry: of the layer as it is.
         tensors: all of it (``modeling.MLAAttention``).
     """
     heads, groups = geometry.num_attention_heads, geometry.num_rope_heads

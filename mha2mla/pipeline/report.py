@@ -204,11 +204,7 @@ def make_report(
 
     Args:
         config: of what was made of ``source``.
-        serving: what will serve the written layers.
         held_out, parities: the texts that it was compared on, in short windows and in a long one, and what was found.
-        written: what wrote the weights.
-        records: what the conversion of each layer said.
-        others: further fields.
     """
     from mha2mla.modeling.served import describe
 

@@ -187,7 +187,6 @@ def footprint(config: PreTrainedConfig, geometry: MLAGeometry | None, spec: Sour
     Args:
         config: of the source, or of what it is converted to.
         geometry: of a converted layer on one GPU; None: the source's.
-        spec: of the source.
         tp: ranks that split heads and weights. Embeddings and latents are replicated.
     """
     import torch
@@ -270,7 +269,6 @@ def conversion_cost(layer_parameters: float, layers: int, *, fitted: bool) -> di
     layer where the layer is larger.
 
     Args:
-        layer_parameters: parameters of a source layer.
         fitted: with the gradient steps of the preset.
     """
     small, large = CONVERSIONS[fitted]

@@ -58,7 +58,6 @@ def write_weights(
     """Streams every tensor of a source to ``folder``, those of attention replaced, all others copied.
 
     Args:
-        model: the source.
         attention: layer → the tensors that its attention gets, by their names there.
         replaced: names of the source's own, which are not copied.
 

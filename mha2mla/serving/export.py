@@ -47,7 +47,6 @@ def export(
 
     Args:
         folder: of a converted checkpoint; never written to.
-        destination: folder to make.
         format: "deepseek-v3", for DeepSeek-V3's classes, where the logits are the same; or "remote-code": the same
             weights beside this version's code, for ``from_pretrained(…, trust_remote_code=True)``.
         engine: whose DeepSeek-V3 classes, with format "deepseek-v3" alone: "transformers" (None), "vllm" or "sglang".

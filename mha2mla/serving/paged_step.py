@@ -61,10 +61,8 @@ class EngineSteps:
 
     Args:
         layers: what differs between them; each once.
-        backend: that serves them.
         dtype: of queries.
         max_tokens: new tokens of the largest step.
-        device: of all tensors.
     """
 
     def __init__(
@@ -119,7 +117,6 @@ class EngineSteps:
         """Appends a layer's new tokens and attends: [N, H, d_v].
 
         Args:
-            step: of :meth:`step`.
             tensors: by the backend's names, of the step's tokens.
             rows: the layer's pages [P, page, row].
         """
@@ -153,8 +150,6 @@ def warm_up(
 
     Args:
         tensors: as :meth:`EngineSteps.run` takes them, of the largest step.
-        backend, layer: whose kernels.
-        max_length: tokens of the longest sequence.
     """
     compile_layer(tensors, backend, layer, max_length)
     _run_batches(tensors, backend, layer, max_length)

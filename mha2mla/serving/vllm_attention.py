@@ -191,13 +191,6 @@ class MLAParallelAttention(nn.Module, AttentionLayerBase):
     The parameters are those of :class:`mha2mla.modeling.MLAAttention`, of which a rank holds
     :meth:`HeadShard.part`.
 
-    Args:
-        config: of the model.
-        layer_idx: which layer.
-        norm: class of the norms on queries and keys.
-        vllm_config: of the engine.
-        prefix: name of this module in the model.
-
     Raises:
         ValueError: heads that the ranks cannot share, a cache dtype that is not served, or a geometry that no kernel
             serves, with the reason.

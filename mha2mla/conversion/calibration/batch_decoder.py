@@ -53,7 +53,6 @@ def decoder(model: nn.Module, rows: int, length: int, recorder: Recorder | None 
         model: causal language model of transformers, converted or not.
         rows: how many tokens a call takes.
         length: how many calls there will be at most.
-        recorder: of the graphs; default CUDA's.
 
     Warns:
         UserWarning: a graph that could not be made, and why; the next way decodes.

@@ -125,10 +125,6 @@ def default_lengths(context: int | None) -> tuple[int, ...]:
 def calibration_lengths(spec: SourceSpec, asked: int | Sequence[int] | str, context: int | None) -> tuple[int, ...]:
     """Lengths of the calibration windows, the shortest first.
 
-    Args:
-        asked: ``Calibration.lengths`` of a recipe.
-        context: ``max_position_embeddings`` of the source.
-
     Raises:
         ValueError: a length at which the source rotates by another table.
     """
@@ -192,7 +188,6 @@ class ActivationStore:
 
     Args:
         blocks: tokens, and how they are cut into windows.
-        hidden_size: elements per token.
         dtype: of the activations (bfloat16 is stored as its bits).
         folder: whose disk the file goes to when one is needed; it has no name there.
         spill_bytes: larger stores go to disk, unless their memory is an accelerator's.

@@ -82,13 +82,8 @@ def generate_windows(
     for long, and short texts behind one another are what it was trained on (docs/notes/calibration.md).
 
     Args:
-        model: causal language model of transformers.
-        tokenizer: its own.
-        length, count: tokens of a window, and windows.
-        seed: of prompts and samples.
         diverse: documents also begin by openings in many languages and formats and, where there is a chat template, as
             a user's turn that the model writes before it answers (Magpie, arXiv 2406.08464); each kind is as likely.
-        row: tokens that are written in one go.
         work: keeps every batch of rows as a piece, so that the same call after an interrupt goes on behind them.
 
     Returns:

@@ -72,7 +72,6 @@ class StatisticsCollector:
     """Accumulates ``LayerStatistics`` from a layer's normed inputs, batch by batch.
 
     Args:
-        spec: the source model.
         weights: this layer's; their dtype, float32 or float64, is what the statistics are computed in.
         window: sliding window of this layer, or None.
         phases: whether to measure attention-weighted phases.

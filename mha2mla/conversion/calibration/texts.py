@@ -266,11 +266,9 @@ def mixed_windows(
     """Windows of several texts, the same number of each as far as they reach.
 
     Args:
-        tokenizer: of transformers.
         name: texts of :func:`load_text` joined by ``+``, and ``"generated"`` or ``"generated-diverse"`` for text that
             the source model makes up.
         length, count: tokens of a window, and most windows to return.
-        seed: draws the windows from each text.
         generate: name of a generated text, length and number of windows -> int64 [windows, length].
 
     Returns:
@@ -313,9 +311,6 @@ def token_windows(tokenizer: Any, text: str, length: int, count: int, *, seed: i
     with one lean on it.
 
     Args:
-        tokenizer: of transformers.
-        length: tokens of a window.
-        count: most windows to return.
         seed: None takes the first windows; a number draws ``count`` of them from the whole text, in text order.
 
     Returns:

@@ -42,8 +42,6 @@ def calibration_windows(
         text: what ``texts.mixed_windows`` takes, or an object that gives windows; or windows, taken as they are.
         lengths: of the windows; they divide the longest.
         tokens: in all, but at least one block for every length.
-        seed: of the draw.
-        device: what the source writes on.
         work: keeps what the source has written so far.
 
     Raises:

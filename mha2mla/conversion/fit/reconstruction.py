@@ -52,7 +52,6 @@ class ReconstructionProblem:
         inputs, targets: hidden states of the same blocks.
         weights: [blocks, size] float32, one over the energy that an error of a token is measured by.
         forward: tensors of the layer and inputs [n, length, hidden] -> [n, length, hidden], differentiable.
-        device: of the computation.
     """
 
     inputs: ActivationStore

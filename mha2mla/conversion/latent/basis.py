@@ -162,7 +162,6 @@ class Importance(BasisRule):
 
     Args:
         power: from 0, a random rotation, to 1.
-        seed: of the rotation.
     """
 
     power: float = 0.5
@@ -260,7 +259,6 @@ def latent_statistics(
     Args:
         model: a converted causal language model, ready to evaluate, whose latents are not quantised.
         windows: int64 [windows, length], calibration text.
-        seed: of the drawn tokens.
     """
     config, layers = model.config, model.config.num_hidden_layers
     generator = torch.Generator(model.device).manual_seed(seed)

@@ -42,8 +42,6 @@ class OpenedFolder:
     """A folder of a model and what it holds.
 
     Attributes:
-        config: by transformers.
-        reader: its tensors.
         companions: names of the files that belong to it beside weights and config.
         sliding_windows: per layer, visible tokens or None.
     """

@@ -31,7 +31,6 @@ class StreamedModel:
     Args:
         config: of a registered model with ``model.embed_tokens``, ``model.layers``, ``model.norm``,
             ``model.rotary_emb`` and ``lm_head``.
-        source: its tensors.
         sliding_windows: per layer, visible tokens or None.
         device, dtype: of the computation; rotary tables stay float32.
         attn_implementation: name in transformers' registry of attention functions.
