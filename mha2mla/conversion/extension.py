@@ -114,20 +114,15 @@ def named_or_itself(key: str, value: Any) -> Any:
         ValueError: a record names a class that is not imported, or other fields than it has.
     """
     if isinstance(value, Mapping) and isinstance(value.get("class"), str):
-        value = _from_plain(key, value)
+        module, _, name = value["class"].partition(":")
+        found = getattr(sys.modules.get(module), name, None)  # importing what a file names would run any code
+        if not (isinstance(found, type) and issubclass(found, RecipeObject)):
+            raise ValueError(f"{key} is of class {value['class']!r:.200}; expected one that is imported")
+        try:
+            value = found(**{name: each for name, each in value.items() if name != "class"})
+        except TypeError as error:
+            raise ValueError(f"{key} is {dict(value)!r:.200}; expected the fields of its class: {error}") from error
     if isinstance(value, RecipeObject):
         same = (name for (kind, name), each in RecipeObject._named.items() if kind == key and each == value)
         return next(same, value)
     return value
-
-
-def _from_plain(key: str, record: Mapping[str, Any]) -> RecipeObject:
-    fields = {name: value for name, value in record.items() if name != "class"}
-    module, _, name = record["class"].partition(":")
-    found = getattr(sys.modules.get(module), name, None)  # importing what a file names would run any code
-    if not (isinstance(found, type) and issubclass(found, RecipeObject)):
-        raise ValueError(f"{key} is of class {record['class']!r:.200}; expected one that is imported")
-    try:
-        return found(**fields)
-    except TypeError as error:
-        raise ValueError(f"{key} is {dict(record)!r:.200}; expected the fields of its class: {error}") from error

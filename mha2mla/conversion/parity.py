@@ -111,22 +111,18 @@ def compare(
             keys = {"dtype": model.dtype, "folder": folder, "spill_bytes": spill_bytes, "device": device}
             stores.append(ActivationStore(TokenBlocks.of(tokens), model.hidden_size, **keys))
             model.embed(stores[-1])
-        pass_layer = _compare_layer if by_layer else _run_layer
-        layers = [
-            pass_layer(source, converted, index, stores)
-            for index in progress_bar(range(source.num_layers), desc="verify", unit="layer", show=progress)
-        ]
-        return _compare_logits(source, converted, stores, tokens, tuple(layers) if by_layer else (), spill_bytes)
+        layers = []
+        for index in progress_bar(range(source.num_layers), desc="verify", unit="layer", show=progress):
+            if by_layer:
+                layers.append(_compare_layer(source, converted, index, stores))
+                continue
+            for model, store in zip((source, converted), stores, strict=True):
+                model.run_layer(model.layer(index), index, store, tokens=BATCH_TOKENS)
+                model.source.release()
+        return _compare_logits(source, converted, stores, tokens, tuple(layers), spill_bytes)
     finally:
         for store in stores:
             store.close()
-
-
-def _run_layer(source: StreamedModel, converted: StreamedModel, index: int, stores: list[ActivationStore]) -> None:
-    """Leaves the next layer's inputs in both ``stores``."""
-    for model, store in zip((source, converted), stores, strict=True):
-        model.run_layer(model.layer(index), index, store, tokens=BATCH_TOKENS)
-        model.source.release()
 
 
 class _Error:

@@ -103,8 +103,9 @@ class Recipe:
         return why
 
     @classmethod
-    def choose(cls, keys: Mapping[str, Any], device_type: str) -> tuple[Recipe, str]:
-        """Recipe of :func:`normalize_keys`'s ``keys`` on a type of device, and the reason for its preset.
+    def choose(cls, keys: Mapping[str, Any], device_type: str | None = None) -> tuple[Recipe, str]:
+        """Recipe of :func:`normalize_keys`'s ``keys`` on a type of device (None: this machine's), and the reason for
+        its preset.
 
         Raises:
             ValueError: a bad value, or widths without a layout.
@@ -128,9 +129,7 @@ class Recipe:
         Raises:
             ValueError: no mapping, an unknown key or preset, or a bad value.
         """
-        recipe = object.__new__(cls)
-        recipe._take(normalize_keys(values), None)
-        return recipe
+        return cls.choose(normalize_keys(values))[0]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values: a mapping for each stage, and the preset. A rule without a name is its class and fields."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,21 +39,17 @@ def tensor_hash(tensor: torch.Tensor) -> str:
     return _tensors_hash("", {"": tensor})
 
 
-def code_hash(*more: str) -> str:
+def text_code_hash() -> str:
+    """:func:`code_hash` of the code and texts that decide what a model is let write."""
+    return code_hash(parts=_TEXT_CODE)
+
+
+def code_hash(*more: str, parts: Sequence[str] = _CODE) -> str:
     """sha256 of the package's own code and texts that decide what a converted layer is, and of ``more`` files and
     folders below the package: a version may stand still while they change."""
-    return _files_hash(*_CODE, *more)
-
-
-def text_code_hash() -> str:
-    """The same of the code and texts that decide what a model is let write."""
-    return _files_hash(*_TEXT_CODE)
-
-
-def _files_hash(*parts: str) -> str:
     package = Path(__file__).parents[1]
     total = hashlib.sha256()
-    found = (package / part for part in parts)
+    found = (package / part for part in (*parts, *more))
     paths = (path for part in found for path in (part.rglob("*") if part.is_dir() else [part]))
     for path in sorted(path for path in paths if path.suffix in (".py", ".txt")):
         total.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())

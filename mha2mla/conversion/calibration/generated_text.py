@@ -225,7 +225,9 @@ def _documents(tokenizer: Any, ends: frozenset[int], draw: random.Random, divers
                 yield instruction() if has_chat and draw.random() < 0.5 else topic()
     # More tokens than letters: the tokenizer has no pieces for this script, so the model has hardly seen it.
     known = [tokens for line in documents if len(tokens := plain_tokens(tokenizer, line)) <= len(line)]
-    turn, answer = _user_turn(tokenizer)
+    # Tokens of a chat before and behind what a user says.
+    before, _, behind = _chat(tokenizer, _MARK).partition(_MARK) if has_chat else ("", "", "")
+    turn, answer = plain_tokens(tokenizer, before), plain_tokens(tokenizer, behind)
     kinds = [word, topic]
     if known:
         kinds.append(lambda: [start + draw.choice(known)])
@@ -240,11 +242,3 @@ def _documents(tokenizer: Any, ends: frozenset[int], draw: random.Random, divers
 def _chat(tokenizer: Any, text: str) -> str:
     message = [{"role": "user", "content": text}]
     return tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-
-
-def _user_turn(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Tokens of a chat before and behind what a user says; both empty without a template."""
-    if tokenizer.chat_template is None:
-        return [], []
-    before, _, behind = _chat(tokenizer, _MARK).partition(_MARK)
-    return plain_tokens(tokenizer, before), plain_tokens(tokenizer, behind)

@@ -13,6 +13,7 @@ import sysconfig
 import tokenize
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from importlib import metadata, resources
 from pathlib import Path
@@ -162,34 +163,19 @@ def _licences() -> str:
     Raises:
         ValueError: no such package came with a licence file.
     """
-    text = "\n\n".join(_distinct(paragraph for file in _licence_files() for paragraph in _PARAGRAPH.split(file)))
-    if not text:
-        raise ValueError(f"text 'builtin:licences' found no licence file of {', '.join(_LICENSED)}")
-    return text
-
-
-def _licence_files() -> Iterator[str]:
+    found: dict[str, str] = {}  # a paragraph by its words: packages quote the same licences over and over
     for name in _LICENSED:
-        try:
-            files = metadata.distribution(name).files or []
-        except metadata.PackageNotFoundError:
-            continue
-        for file in sorted(files, key=str):
-            if _LICENCE_FILE.search(file.as_posix()):
-                try:
-                    yield Path(file.locate()).read_text(encoding="utf-8")
-                except (OSError, UnicodeDecodeError):
-                    continue
-
-
-def _distinct(paragraphs: Iterator[str]) -> Iterator[str]:
-    """Paragraphs of some length whose words were not there before: packages quote the same licences over and over."""
-    seen: set[str] = set()
-    for paragraph in paragraphs:
-        words = " ".join(re.findall(r"\w+", paragraph.lower()))
-        if len(words) >= _LEAST_PARAGRAPH and words not in seen:
-            seen.add(words)
-            yield paragraph.strip("\n")
+        with suppress(metadata.PackageNotFoundError):
+            for file in sorted(metadata.distribution(name).files or [], key=str):
+                if _LICENCE_FILE.search(file.as_posix()):
+                    with suppress(OSError, UnicodeDecodeError):
+                        for paragraph in _PARAGRAPH.split(Path(file.locate()).read_text(encoding="utf-8")):
+                            words = " ".join(re.findall(r"\w+", paragraph.lower()))
+                            if len(words) >= _LEAST_PARAGRAPH:
+                                found.setdefault(words, paragraph.strip("\n"))
+    if not found:
+        raise ValueError(f"text 'builtin:licences' found no licence file of {', '.join(_LICENSED)}")
+    return "\n\n".join(found.values())
 
 
 @cache

@@ -159,10 +159,13 @@ class _Fit:
         self._choose_bases(order[: max(least, min(most, int(_BASIS_SHARE * steps)))])
         step_of, note = self._compile(order)
         best, kept = before, None
+        rise = max(1, round(_WARM_UP * steps))
         for index in range(steps):
             length, blocks = order[index]
             self._fill(length, blocks)
-            self.rate.fill_(_schedule(index, steps) * _LEARNING_RATE)
+            # A short linear rise, then a cosine to zero (arXiv 1608.03983).
+            schedule = min(1.0, (index + 1) / rise) * 0.5 * (1 + math.cos(math.pi * index / steps))
+            self.rate.fill_(schedule * _LEARNING_RATE)
             step_of[length]()
             if index + 1 in checks:
                 loss = self._held_out_loss()
@@ -308,12 +311,6 @@ def _eigenvectors(moments: torch.Tensor | None) -> torch.Tensor | None:
         with suppress(torch.linalg.LinAlgError):
             return torch.linalg.eigh(moments.to(dtype))[1].float()
     return None
-
-
-def _schedule(index: int, steps: int) -> float:
-    """Factor of the learning rate: a short linear rise, then a cosine to zero (arXiv 1608.03983)."""
-    rise = max(1, round(_WARM_UP * steps))
-    return min(1.0, (index + 1) / rise) * 0.5 * (1 + math.cos(math.pi * index / steps))
 
 
 def _rate(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

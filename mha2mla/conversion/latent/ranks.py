@@ -60,7 +60,9 @@ def choose_layer_ranks(
     geometry, is_auto = walk.geometries[0], walk.recipe.latent.bits == "auto"
     group, source = geometry.latent_group, 2 * geometry.source_cache_numel_per_token
     budget, mean, bits = geometry.cache_bytes_per_token(2), geometry.kv_lora_rank, [geometry.latent_bits]
-    step = group if is_auto or geometry.has_codes else rank_step(mean)
+    # Few steps make few geometries, and each is a compilation of the decode kernel.
+    step = next((step for step in (64, 32, 16) if mean >= 5 * step), GRANULE)
+    step = group if is_auto or geometry.has_codes else step
     if is_auto:  # the narrowest codes hold the widest latent
         budget, bits = math.floor(walk.recipe.target.cache_ratio * source + 1e-9), sorted(LATENT_BITS)
         mean = budget // code_bytes(group, bits[0], group) * group
@@ -102,11 +104,6 @@ def candidates(
 
 def _finite(loss: float) -> float | None:
     return loss if math.isfinite(loss) else None
-
-
-def rank_step(kv_lora_rank: int) -> int:
-    """By what ranks differ: few steps make few geometries, and each is a compilation of the decode kernel."""
-    return next((step for step in (64, 32, 16) if kv_lora_rank >= 5 * step), GRANULE)
 
 
 def most_rank(geometry: MLAGeometry, step: int, mean: int) -> int:
