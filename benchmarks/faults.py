@@ -246,11 +246,9 @@ FAULTS = tuple(
 @ mha2mla/modeling/backends.py
 ? tests/modeling/test_paged_batches.py
 -dtype=dtype,
--        cache_starts=batch.cache_starts,
--        window=constants.window,
+-        cache_starts=batch.cache_starts, window=constants.window,
 +dtype=dtype,
-+        cache_starts=batch.cache_starts,
-+        window=None,
++        cache_starts=batch.cache_starts, window=None,
 
 == ops
 # partials are kept in bfloat16

@@ -154,16 +154,18 @@ class MLAAttention(modeling_mha2mla.MLAAttention):
         layer = mla_step.layers[self.layer_idx]
         q_nope, q_pe, latent, k_pe = self._encoded(hidden_states)
         has_codes = layer.constants.geometry.has_codes
+        own = getattr if self.shard is None else MLAAttention._own
         tensors = {
             "q_nope": q_nope.flatten(0, 1),
             "q_pe": q_pe.flatten(0, 1),
             "latent": latent.flatten(0, 1),
             "k_pe": None if k_pe is None else k_pe.flatten(0, 1),
-            "k_up": self._own("k_b_proj") if self.geometry.qk_nope_head_dim else None,
-            "v_up": self._own("v_b_proj"),
+            "k_up": own(self, "k_b_proj") if self.geometry.qk_nope_head_dim else None,
+            "v_up": own(self, "v_b_proj"),
         }
         if not layer.constants.geometry.has_rope_cache:
-            tensors["rope_weight"], tensors["rope_bias"] = affine_map(self.k_rope_proj, latent)
+            rope = own_map(self.k_rope_proj) or affine_map(self.k_rope_proj, latent)
+            tensors["rope_weight"], tensors["rope_bias"] = rope
         elif k_pe is None:  # one product: torch adds the bias of [B, S, d_c] whose rows lie apart by another kernel
             # Made of what codes give back, so that kept keys are those that would be computed when they are read.
             read = self._rounded(tensors["latent"], layer.constants.geometry)
@@ -174,7 +176,7 @@ class MLAAttention(modeling_mha2mla.MLAAttention):
             no_autocast, dtype = torch.autocast(device, enabled=False), layer.dtype
             tensors = {name: tensor if tensor is None else tensor.to(dtype) for name, tensor in tensors.items()}
         with no_autocast:
-            buffers = {"inv_freq": self._own("inv_freq"), "latent_centers": self._centers if has_codes else None}
+            buffers = {"inv_freq": own(self, "inv_freq"), "latent_centers": self._centers if has_codes else None}
             rotated, out = mla_step.run(self.layer_idx, {**tensors, **buffers})
         if out is not None:
             return out.unflatten(0, hidden_states.shape[:2]), None

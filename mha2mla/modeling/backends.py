@@ -30,7 +30,6 @@ from mha2mla.kernels import (
     plan_mla_decode,
     read_codes,
 )
-from mha2mla.modeling.batch import SequenceBatch
 from mha2mla.modeling.cache_layout import fp8_layout, gqa_layout, latent_layout, quantizer_of
 from mha2mla.modeling.registry import (
     AttentionBackend,
@@ -50,22 +49,12 @@ def _mla_plan(
     cache, table = _stand_in(cache, batch.block_table, geometry, dtype)
     rope = cache.get("rope_cache")
     return plan_mla_attention(
-        cache["latent_cache"],
-        rope,
-        table,
-        batch.cache_seqlens,
-        batch.lengths,
-        num_attention_heads=geometry.num_attention_heads,
-        num_key_value_heads=geometry.num_up_projection_heads,
-        qk_nope_head_dim=geometry.qk_nope_head_dim,
-        v_head_dim=geometry.v_head_dim,
-        qk_rope_head_dim=geometry.qk_rope_head_dim if rope is None else None,
-        dtype=dtype,
-        cache_starts=batch.cache_starts,
-        window=constants.window,
-        sinks=constants.sinks,
-        backend=backend,
-    )
+        cache["latent_cache"], rope, table, batch.cache_seqlens, batch.lengths,
+        num_attention_heads=geometry.num_attention_heads, num_key_value_heads=geometry.num_up_projection_heads,
+        qk_nope_head_dim=geometry.qk_nope_head_dim, v_head_dim=geometry.v_head_dim,
+        qk_rope_head_dim=geometry.qk_rope_head_dim if rope is None else None, dtype=dtype,
+        cache_starts=batch.cache_starts, window=constants.window, sinks=constants.sinks, backend=backend,
+    )  # fmt: skip
 
 
 def _mla_plan_decode(
@@ -144,15 +133,9 @@ def append_latents(
         append_codes(latent, latent_cache, batch.slots, *codes, backend=backend)
         latent, latent_cache = latent[:, :0], latent.new_empty(*latent_cache.shape[:2], 0)
     given = (
-        latent,
-        tensors.get("k_pe"),
-        tensors["q_pe"],
-        latent_cache,
-        cache.get("rope_cache"),
-        batch.positions,
-        batch.slots,
-        tensors["inv_freq"],
-    )
+        latent, tensors.get("k_pe"), tensors["q_pe"], latent_cache, cache.get("rope_cache"),
+        batch.positions, batch.slots, tensors["inv_freq"],
+    )  # fmt: skip
     scaling, query = constants.attention_scaling, (tensors.get("q_nope"), tensors.get("k_up"))
     both = None if backend == "reference" else append_w_uk(*given, *query, attention_scaling=scaling)
     if both is not None:
@@ -176,27 +159,15 @@ def _mla_attend(
         else:
             cache, table = _dequantised(backend, cache, table, tensors, geometry)
     layer = (cache["latent_cache"], cache.get("rope_cache"), tensors["k_up"], tensors["v_up"])
-    options = {
-        "softmax_scale": constants.softmax_scale,
-        "latent_scale": cache.get("latent_scale"),
-        "rope": rope,
-        "backend": backend,
-    }
+    scales = {"softmax_scale": constants.softmax_scale, "latent_scale": cache.get("latent_scale")}
     if not isinstance(plan, DecodePlan):
-        return mla_attention(q_nope, q_pe, *layer, plan, **options)
+        return mla_attention(q_nope, q_pe, *layer, plan, **scales, rope=rope, backend=backend)
     rows, q_latent = plan.shape[:2], tensors.get("q_latent")
     out = mla_absorbed(
-        q_nope.unflatten(0, rows),
-        q_pe.unflatten(0, rows),
-        *layer,
-        table,
-        batch.cache_seqlens,
-        q_latent=None if q_latent is None else q_latent.unflatten(0, rows),
-        cache_starts=batch.cache_starts,
-        plan=plan,
-        centers=centers,
-        **options,
-    )
+        q_nope.unflatten(0, rows), q_pe.unflatten(0, rows), *layer, table, batch.cache_seqlens,
+        q_latent=None if q_latent is None else q_latent.unflatten(0, rows), cache_starts=batch.cache_starts,
+        plan=plan, centers=centers, **scales, rope=rope, backend=backend,
+    )  # fmt: skip
     return out.flatten(0, 1)
 
 
@@ -221,53 +192,28 @@ def _gqa_plan(
     backend: str | None, cache: Tensors, batch: Batch, constants: AttentionConstants, dtype: torch.dtype
 ) -> MixedPlan:
     return plan_gqa_attention(
-        cache["key_cache"],
-        cache["value_cache"],
-        batch.block_table,
-        batch.cache_seqlens,
-        batch.lengths,
-        num_attention_heads=constants.geometry.num_attention_heads,
-        cache_starts=batch.cache_starts,
-        window=constants.window,
-        sinks=constants.sinks,
-        backend=backend,
-    )
+        cache["key_cache"], cache["value_cache"], batch.block_table, batch.cache_seqlens, batch.lengths,
+        num_attention_heads=constants.geometry.num_attention_heads, cache_starts=batch.cache_starts,
+        window=constants.window, sinks=constants.sinks, backend=backend,
+    )  # fmt: skip
 
 
 def _gqa_append(
     backend: str | None, tensors: Tensors, cache: Tensors, batch: Batch, constants: AttentionConstants
 ) -> dict[str, Tensor]:
     rotated = gqa_append(
-        tensors["query"],
-        tensors["key"],
-        tensors["value"],
-        cache["key_cache"],
-        cache["value_cache"],
-        batch.positions,
-        batch.slots,
-        tensors["inv_freq"],
-        attention_scaling=constants.attention_scaling,
-        backend=backend,
-    )
+        tensors["query"], tensors["key"], tensors["value"], cache["key_cache"], cache["value_cache"],
+        batch.positions, batch.slots, tensors["inv_freq"],
+        attention_scaling=constants.attention_scaling, backend=backend,
+    )  # fmt: skip
     return {"query": rotated}
 
 
 def _gqa_attend(
-    backend: str | None,
-    tensors: Tensors,
-    cache: Tensors,
-    batch: SequenceBatch,
-    plan: MixedPlan,
-    constants: AttentionConstants,
+    backend: str | None, tensors: Tensors, cache: Tensors, batch: Batch, plan: MixedPlan, constants: AttentionConstants
 ) -> Tensor:
-    return gqa_attention(
-        tensors["query"],
-        cache["key_cache"],
-        cache["value_cache"],
-        plan,
-        softmax_scale=constants.softmax_scale,
-        backend=backend,
-    )
+    given = (tensors["query"], cache["key_cache"], cache["value_cache"], plan)
+    return gqa_attention(*given, softmax_scale=constants.softmax_scale, backend=backend)
 
 
 def _explain_gqa(geometry: GQAGeometry, page_size: int, dtype: torch.dtype, device: torch.device) -> str | None:

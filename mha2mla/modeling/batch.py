@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -104,7 +104,11 @@ class SequenceBatch:
         starts = [0] * count if cache_starts is None else list(cache_starts)
         sequence_versions = [(-1, -1)] * count if sequence_versions is None else list(sequence_versions)
         lengths = {"query_lengths": query_lengths, "cached_lengths": cached_lengths, "cache_starts": starts}
-        _check_lists(count, lengths, {"pages": pages, "sequence_versions": sequence_versions})
+        for name, given in {**lengths, "pages": pages, "sequence_versions": sequence_versions}.items():
+            if len(given) != count:
+                raise ValueError(f"{name} has {len(given)} entries; expected {count}, one per sequence")
+            if name in lengths and any(value < 0 for value in given):
+                raise ValueError(f"{name} is {list(given)}; expected no negative number")
         width = max(1, *(len(row) for row in pages)) if pages else 1
         _check_capacity(query_lengths, cached_lengths, pages, page_size, num_pages)
         if max_pages is not None and max_pages < width:
@@ -278,15 +282,6 @@ def _row_order(query_lengths: Sequence[int], padding: int) -> tuple[list[int], i
     shortest = min(query_lengths, default=1)
     place = next((at for at, i in enumerate(rows) if query_lengths[i] > shortest), len(rows))
     return [*rows[:place], *[-1] * padding, *rows[place:]], shortest
-
-
-def _check_lists(count: int, lengths: Mapping[str, Sequence[int]], others: Mapping[str, Sequence]) -> None:
-    for name, given in {**lengths, **others}.items():
-        if len(given) != count:
-            raise ValueError(f"{name} has {len(given)} entries; expected {count}, one per sequence")
-    for name, given in lengths.items():
-        if any(value < 0 for value in given):
-            raise ValueError(f"{name} is {list(given)}; expected no negative number")
 
 
 def _check_capacity(

@@ -14,7 +14,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -103,6 +102,8 @@ def explain_capture(model: PreTrainedModel, device_type: str) -> str | None:
     would leave out, or what they compute can change unseen."""
     parameters, below = list(model.parameters()), [module for module in model.modules() if module is not model]
     quantizer = getattr(model, "hf_quantizer", None)
+    rope = getattr(model.model.config, "rope_parameters", None) or {}  # or by type of layer
+    rope_types = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
     reasons = {
         "the model is in training mode": model.training,
         f"weights are not on one {device_type} device": {each.device for each in parameters} != {parameters[0].device}
@@ -116,16 +117,9 @@ def explain_capture(model: PreTrainedModel, device_type: str) -> str | None:
             hasattr(type(module), "adapter_layer_names") for module in below
         ),
         "modules have hooks": _has_hooks(below),
-        "RoPE looks at positions on the host": not _rope_types(model.model.config).isdisjoint(HOST_ROPE),
+        "RoPE looks at positions on the host": not rope_types.isdisjoint(HOST_ROPE),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-def _rope_types(source: object) -> set[str]:
-    """RoPE types of a source's config, whose parameters may be given per type of layer."""
-    parameters = getattr(source, "rope_parameters", None) or {}
-    entries = [parameters, *[entry for entry in parameters.values() if isinstance(entry, dict)]]
-    return {entry["rope_type"] for entry in entries if "rope_type" in entry}
 
 
 def _has_hooks(modules: Sequence[nn.Module]) -> bool:
@@ -387,13 +381,12 @@ class GraphStore:
 def compile_steps(model: PreTrainedModel, config: MHA2MLAConfig, rows: int, prompt: int) -> int:
     """Compiles the kernels of ``generate`` ahead, where TileLang's cache lacks them; returns how many it lacked."""
     prompt = min(_LONG_PROMPT, 1 << max(0, prompt - 1).bit_length())
+
+    @torch.no_grad()
+    def run() -> None:  # a prompt and a decode step over pages of their own
+        cache, tokens = LatentCache(config), torch.zeros(rows, prompt, dtype=torch.int64, device=model.device)
+        for ids in (tokens, tokens[:, :1]):
+            model.forward(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
     call = ("generate", config.to_json_string(use_diff=False), model.dtype, rows, prompt)
-    return compile_ahead(model.device, call, partial(_run_steps, model, config, rows, prompt))
-
-
-@torch.no_grad()
-def _run_steps(model: PreTrainedModel, config: MHA2MLAConfig, rows: int, prompt: int) -> None:
-    """A prompt and a decode step over pages of their own."""
-    cache, tokens = LatentCache(config), torch.zeros(rows, prompt, dtype=torch.int64, device=model.device)
-    for ids in (tokens, tokens[:, :1]):
-        model.forward(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return compile_ahead(model.device, call, run)
