@@ -23,8 +23,9 @@ from mha2mla.eval.latency import decode_step_latency
 from mha2mla.eval.loading import load_model, load_tokenizer
 from mha2mla.eval.quality import QualityRow, evaluate_quality
 from mha2mla.eval.quantized_caches import KVCodes
-from mha2mla.eval.report import print_table, write_json
+from mha2mla.eval.report import filled, print_table, write_json
 from mha2mla.files import report_file
+from mha2mla.loop.answering import token_ids
 from mha2mla.modeling.config import cache_bytes_per_token
 from mha2mla.pipeline import ConversionReport, convert
 from mha2mla.trial_models import fetch_smollm2
@@ -194,10 +195,9 @@ def run_demo(
     rows.insert(1, quantised)
     say("done")
     _print(rows, prompt, settings, dtype, output, more)
-    if json is not None:
-        given = {"prompt": prompt, "max_new_tokens": max_new_tokens, "device": str(device), **vars(settings)}
-        given["dtype"] = str(dtype).removeprefix("torch.")
-        write_json(json, kind="demo", rows=rows, environment=collect_environment(), settings=given)
+    given = {"prompt": prompt, "max_new_tokens": max_new_tokens, "device": str(device), **vars(settings)}
+    given["dtype"] = str(dtype).removeprefix("torch.")
+    write_json(json, kind="demo", rows=rows, environment=collect_environment(), settings=given)
     return rows
 
 
@@ -242,12 +242,9 @@ def _describe(recipe: Recipe) -> str:
 
 def _generate(model: torch.nn.Module, tokenizer: Any, prompt: str, max_new_tokens: int) -> str:
     """The model's greedy answer; as a chat where the tokenizer has a template for one."""
-    if tokenizer.chat_template:
-        chat = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=not tokenizer.chat_template)
-    ids, mask = (encoded[key].to(model.device) for key in ("input_ids", "attention_mask"))
-    made = model.generate(ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False)
+    tokens = token_ids(tokenizer, {"prompt": prompt}, chat=bool(tokenizer.chat_template))
+    ids = torch.tensor([tokens], device=model.device)
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False)
     return tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True).strip()
 
 
@@ -308,7 +305,7 @@ def _print(
     wrong = {} if all(row["status"] in ("ok", "not timed") for row in rows) else {"status": "status"}
     on_gpu = torch.device(rows[0]["device"]).type == "cuda"
     asked = COLUMNS | (MORE_COLUMNS if more else {}) | (TIME_COLUMNS if more or on_gpu else {}) | wrong
-    columns = {key: heading for key, heading in asked.items() if any(row.get(key) is not None for row in rows)}
+    columns = filled(asked, rows)
     print_table(shown, title="What was gained, what was lost", columns=columns)
     timed, reasons = any(row.get("ms_per_token") for row in rows), [row.get("decode_reason") for row in rows]
     notes = (

@@ -222,8 +222,7 @@ def eval_latency(
         title = f"{random_weights}, random weights, {pair.layers} layers → {pair.geometry}"
 
     def save(rows: Sequence[Mapping[str, Any]]) -> None:
-        if record is not None:
-            write_json(record, kind="latency", rows=rows, environment=environment, **fields)
+        write_json(record, kind="latency", rows=rows, environment=environment, **fields)
 
     options = {"device": place, "dtype": weights_dtype, "min_run_time": min_run_time, "check": not no_check}
     if preset is not None:
@@ -306,8 +305,7 @@ def _show(
 
     environment = collect_environment()
     print_table(rows, title=title, columns=columns, caption=note + describe_environment(environment))
-    if json is not None:
-        write_json(json, kind=kind, rows=rows if all_rows is None else all_rows, environment=environment, **fields)
+    write_json(json, kind=kind, rows=rows if all_rows is None else all_rows, environment=environment, **fields)
 
 
 def _check_models(

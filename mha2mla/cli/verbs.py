@@ -144,9 +144,8 @@ def heal(
     options = {"device": device, "dtype": torch_dtype(dtype), "overwrite": overwrite, "resume": resume, "log": log}
     found = run(source, converted, destination, preset=preset, text=text, **options, **given)
     print(found)
-    if record is not None:
-        values = found.to_dict()
-        write_json(record, kind="healing", rows=values.pop("rows"), environment=collect_environment(), **values)
+    values = found.to_dict()
+    write_json(record, kind="healing", rows=values.pop("rows"), environment=collect_environment(), **values)
 
 
 @app.command
@@ -258,9 +257,8 @@ def generate(
     )
     row = vars(done) | {"tokens_per_second": done.tokens_per_second, "answers": left}
     row |= {"cache_bytes_per_token": size, "cache_bytes": loop.cache.nbytes}
-    if record is not None:
-        environment = collect_environment()
-        write_json(record, kind="generate", rows=[row], model=model, sampling=given, environment=environment)
+    environment = collect_environment()
+    write_json(record, kind="generate", rows=[row], model=model, sampling=given, environment=environment)
 
 
 @app.command
@@ -414,8 +412,7 @@ def inspect_checkpoint(
     if verify:
         fields["verified"] = inspection.verify_weights(checkpoint)
         print(f"weights and code are what the conversion wrote: {len(fields['verified'])} files")
-    if record is not None:
-        write_json(record, kind="inspection", rows=fields.pop("geometries"), **fields)
+    write_json(record, kind="inspection", rows=fields.pop("geometries"), **fields)
 
 
 @app.command
@@ -448,25 +445,20 @@ def plan(
     """
     record = report_file(json, "plan", source)
     announce(f"reading {source}")
-    from mha2mla.eval.report import print_table, print_values, write_json
+    from mha2mla.eval.report import filled, print_table, print_values, write_json
     from mha2mla.pipeline import plan as sizing
 
     options = {"cache_ratios": cache_ratio or sizing.CACHE_RATIOS, "layouts": layout or (DEFAULT_LAYOUT,)}
     options["latent_bits"] = latent_bits
     found = sizing.plan(source, gpu=gpu, tp=tp, context=context, **options)
     print_values(found.summary)
-    columns = {
-        key: head
-        for key, head in sizing.CAPACITY_COLUMNS.items()
-        if any(row.get(key) not in (None, "") for row in found.rows)
-    }
+    columns = filled(sizing.CAPACITY_COLUMNS, found.rows)
     print_table(found.rows, title="each GPU", columns=columns, caption=f"{sizing.STEP_NOTE}\n")
     converted = found.rows[1:]
     print_table(converted, title="perplexity relative to the source model", columns=sizing.LOSS_COLUMNS)
     print_table(converted, title="conversion", columns=sizing.COST_COLUMNS, caption=f"{sizing.COST_NOTE}\n")
     print("\n".join(found.commands))
-    if record is not None:
-        write_json(record, kind="plan", rows=found.rows, summary=found.summary, commands=found.commands)
+    write_json(record, kind="plan", rows=found.rows, summary=found.summary, commands=found.commands)
 
 
 @app.command(name="report")
@@ -578,8 +570,7 @@ def env(*, json: Json = None) -> None:
 
     environment = collect_environment()
     print_values(environment)
-    if record is not None:
-        write_json(record, kind="environment", rows=[environment])
+    write_json(record, kind="environment", rows=[environment])
 
 
 def _placement(checkpoint: str, device: str | None, dtype: str | None) -> tuple[Any, Any]:

@@ -176,7 +176,6 @@ class FamilyAdapter(Family):
         return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
 
     def rotary_tables(self, config: PreTrainedConfig, head_dim: int, longrope_table: str) -> tuple[RotaryTable, ...]:
-        """The rotary table of every layer."""
         if not self.table_by_layer_type:
             table = rotary_table(config, head_dim, longrope_table=longrope_table, partial=self.partial_rotary)
             if self.rotating_layers is None:

@@ -209,7 +209,6 @@ class LayerWalk:
         return [ActivationStore(self.windows, self.spec.hidden_size, **keys) for _ in range(count)]
 
     def collector(self, layer: int) -> StatisticsCollector:
-        """An empty collector of one layer's statistics."""
         # Activations may be narrow, what is learnt from them is not.
         dtype = torch.promote_types(self.model.dtype, torch.float32)
         weights = self.adapter.attention_weights(

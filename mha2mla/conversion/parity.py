@@ -78,7 +78,6 @@ class ParityReport:
 
     @property
     def perplexity_ratio(self) -> float:
-        """Converted over source."""
         return self.perplexity_converted / self.perplexity_source
 
     def to_dict(self) -> dict[str, Any]:

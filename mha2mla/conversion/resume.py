@@ -175,7 +175,6 @@ class WorkFolder:
         self._known.add(name)
 
     def discard(self, prefix: str = "") -> None:
-        """Removes the pieces whose names begin with ``prefix``."""
         for name in self.names():
             if name.startswith(prefix):
                 self._path(name).unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mha2mla.eval.report import html_table
+from mha2mla.eval.report import filled, html_table
 from mha2mla.testing.numeric_check import NOT_CHECKED, Judgement
 from mha2mla.testing.timing import time_callable
 
@@ -60,12 +60,11 @@ class LatencyRows(list[dict[str, Any]]):
             for row in rows:
                 row["cache_mb"] = scaled(row.get("cache_bytes"), 1e-6)
                 row["peak_gb"] = scaled(row.get("peak_bytes"), 1e-9)
-            keys = [key for key in _NARROW if key not in _LEFT_OUT.get(op, ())]
-            yield op, rows, {key: _HEADINGS[key] for key in keys if any(row.get(key) is not None for row in rows)}
+            yield op, rows, filled({key: _HEADINGS[key] for key in _NARROW if key not in _LEFT_OUT.get(op, ())}, rows)
 
     def columns(self) -> dict[str, str]:
         """Key → heading of the columns that any row has."""
-        return {key: head for key, head in COLUMNS.items() if any(row.get(key) is not None for row in self)}
+        return filled(COLUMNS, self)
 
     def __repr__(self) -> str:
         return "\n".join(map(_line, self))

@@ -46,7 +46,6 @@ class AttentionInputs:
         device: torch.device,
         seed: int,
     ) -> AttentionInputs:
-        """Normal numbers for the source of an MLA layer."""
         make = torch.Generator(device).manual_seed(seed)
         cached = (geometry.num_key_value_heads, seqlen)
         sizes = ((batch, *size, geometry.v_head_dim) for size in ((geometry.num_attention_heads, 1), cached, cached))

@@ -21,7 +21,7 @@ from mha2mla.environment import describe_environment
 from mha2mla.eval import generation, plots, probes, quality, tasks
 from mha2mla.eval.measurement import LatencyRows
 from mha2mla.eval.plotting import Picture, check_installed, dark_style
-from mha2mla.eval.report import flat, format_value, markdown_table, markdown_text
+from mha2mla.eval.report import filled, flat, format_value, markdown_table, markdown_text
 from mha2mla.files import MARKDOWN_HEAD, OutputPath, page, write_output
 
 KINDS = ("conversion", "quality", "latency", "generate", "tasks")
@@ -53,12 +53,10 @@ class Block:
     @property
     def headings(self) -> dict[str, str]:
         """Headings of the columns that have a value somewhere."""
-        columns = self.columns or {key: key.replace("_", " ") for row in self.rows for key in row}
-        return {key: head for key, head in columns.items() if any(row.get(key) not in (None, "") for row in self.rows)}
+        return filled(self.columns or {key: key.replace("_", " ") for row in self.rows for key in row}, self.rows)
 
     @property
     def numeric(self) -> set[str]:
-        """Columns of numbers."""
         return {key for key in self.headings if any(isinstance(row.get(key), int | float) for row in self.rows)}
 
     @cached_property

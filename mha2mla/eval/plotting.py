@@ -124,7 +124,6 @@ class Picture:
         return text.replace("<svg ", f'<svg role="img" aria-label="{escape(self.headline)}" ', 1)
 
     def _repr_png_(self) -> bytes:
-        """The picture, for a notebook."""
         check_installed()
         buffer = io.BytesIO()
         _save(_draw(self), buffer, "png")
@@ -193,7 +192,6 @@ def light(role: str) -> str:
 
 
 def style() -> dict[str, Any]:
-    """matplotlib's settings of the style, for ``matplotlib.rc_context``."""
     return {
         "font.size": 9,
         "font.family": "DejaVu Sans",  # its widths are those of the layout; a reader's font is narrower

@@ -279,7 +279,6 @@ class LatentCodes:
         return f"latent {self.bits} bits, {self.basis}"
 
     def bases(self, statistics: Sequence[LatentStatistics]) -> list[LatentBasis]:
-        """The basis of every layer."""
         rule = BasisRule.find(self.basis)
         return [rule.basis(layer, self.group or len(layer.mean)) for layer in statistics]
 

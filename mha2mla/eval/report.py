@@ -122,8 +122,12 @@ def markdown_text(text: str) -> str:
     return re.sub(r"([\\`*_|\[\]])", r"\\\1", escape(text, quote=False)).replace("\r", "").replace("\n", "<br>")
 
 
+def filled(columns: Mapping[str, str], rows: Sequence[Row]) -> dict[str, str]:
+    """Key → heading of the columns that have a value somewhere."""
+    return {key: head for key, head in columns.items() if any(row.get(key) not in (None, "") for row in rows)}
+
+
 def _headings(rows: Sequence[Row], columns: Mapping[str, str] | Sequence[str] | None) -> dict[str, str]:
-    """Key → heading."""
     if columns is None:
         columns = list(dict.fromkeys(key for row in rows for key, value in row.items() if value not in (None, "")))
     return dict(columns) if isinstance(columns, Mapping) else {key: key.replace("_", " ") for key in columns}
@@ -163,11 +167,11 @@ def format_value(value: Any) -> str:
     return str(value)
 
 
-def write_json(path: str | os.PathLike[str], *, kind: str, rows: Sequence[Row], **fields: Any) -> Path:
+def write_json(path: str | os.PathLike[str] | None, *, kind: str, rows: Sequence[Row], **fields: Any) -> Path | None:
     """Writes rows, with what else belongs to them, as one JSON file. The file appears whole or not at all.
 
     Args:
-        path: file to write; its folder is made when missing, a report of this kind is replaced.
+        path: file to write; its folder is made when missing, a report of this kind is replaced. None: nothing is done.
         kind: what was measured, such as ``"quality"`` or ``"latency"``.
         rows: list of flat dicts, as for :func:`print_table`.
         fields: further keys at the top level (``environment=…``, ``settings=…``).
@@ -178,6 +182,8 @@ def write_json(path: str | os.PathLike[str], *, kind: str, rows: Sequence[Row], 
     Raises:
         ValueError: a value is no JSON value (a tensor, say), or the file there is no report of this kind.
     """
+    if path is None:
+        return None
     payload = {"schema": SCHEMA, "kind": kind, **fields, "rows": [dict(row) for row in rows]}
     try:
         text = json.dumps(_json_numbers(payload), indent=2, allow_nan=False)

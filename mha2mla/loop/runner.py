@@ -74,7 +74,6 @@ class Runner:
         return self.model.forward_batch(tokens, self.cache.step(batch)), ordered, slots
 
     def _bucket(self, count: int) -> int:
-        """Rows of the graph that serves ``count`` sequences."""
         rows = next((size for size in (1, 2, 4, 8) if size >= count), -(-count // 8) * 8)
         return min(rows, self.max_sequences)
 

@@ -198,7 +198,6 @@ class DecodeGraphs:
         return type(None), ()
 
     def __len__(self) -> int:
-        """The number of recorded steps."""
         return sum(step is not None for step in self._graphs.values())
 
     def logits(

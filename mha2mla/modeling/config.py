@@ -97,7 +97,6 @@ class MHA2MLAConfig(configuration_mha2mla.MHA2MLAConfig):
 
 
 def copy_code(folder: str | os.PathLike[str]) -> None:
-    """Copies :data:`CODE_FILES` into a folder."""
     for name in CODE_FILES:
         shutil.copyfile(Path(__file__).with_name(name), Path(folder, name))
 

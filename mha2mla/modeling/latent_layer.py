@@ -89,7 +89,6 @@ class LatentLayer(CacheLayerMixin):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the allocated pages."""
         return sum(tensor.nbytes for tensor in self.tensors.values()) if self.is_initialized else 0
 
     def choose(self, name: str | None, dtype: torch.dtype, device: torch.device) -> LayerBackend:
@@ -110,7 +109,6 @@ class LatentLayer(CacheLayerMixin):
         return LayerBackend(backend, layout, (name is not None or self._wants_prompts) and long_queries)
 
     def serve_by(self, chosen: LayerBackend) -> None:
-        """Sets what :meth:`choose` gave."""
         self.backend, self._layout, self._prefills = chosen
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

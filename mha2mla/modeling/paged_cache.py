@@ -49,11 +49,9 @@ class PagedCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages."""
         return self.allocator.num_pages * sum(layer.layout.bytes_per_page for layer in self.layers)
 
     def open(self) -> int:
-        """A new, empty sequence."""
         return self.allocator.allocate()
 
     def fork(self, sequence: int) -> int:
@@ -98,7 +96,6 @@ class PagedCache:
         return self.allocator.give_back(sequence, sinks, length + 1 - window)
 
     def close(self, sequence: int) -> None:
-        """Ends a sequence and gives its pages back."""
         self.allocator.free(sequence)
 
     def extend(

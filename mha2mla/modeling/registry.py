@@ -136,7 +136,6 @@ class AttentionRegistry:
 
     @property
     def backends(self) -> Mapping[str, AttentionBackend]:
-        """All of them, read-only."""
         return MappingProxyType(self._backends)
 
     def register(self, backend: AttentionBackend) -> AttentionBackend:

@@ -305,7 +305,6 @@ def window_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float |
 
 
 def register() -> None:
-    """Makes ``attn_implementation="mha2mla"`` known to transformers."""
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, visible_spans)
 

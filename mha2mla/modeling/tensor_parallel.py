@@ -131,5 +131,4 @@ def tensor_parallel_plan(source: PreTrainedConfig) -> dict[str, str]:
 
 
 def register() -> None:
-    """Makes the style known to transformers."""
     ALL_PARALLEL_STYLES.register(STYLE, HeadParallel())

@@ -134,7 +134,6 @@ class HeldOut:
 
     @classmethod
     def of(cls, opened: OpenedFolder, text: str | torch.Tensor, length: int, tokens: int) -> HeldOut:
-        """Evaluation text as :func:`evaluation_windows` reads it."""
         name = text.rpartition("/")[2] if isinstance(text, str) else "token windows of the caller"
         return cls(name, evaluation_windows(opened, text, length=length, tokens=tokens))
 

@@ -149,7 +149,6 @@ def change_layout(arguments: Arguments, folder: Path, started: float) -> Convers
 
 
 def _check_recipe(arguments: Arguments) -> None:
-    """Refuses whatever is not the change of layout."""
     recipe = arguments.recipe
     why = (
         f"source {str(arguments.source)!r} is a checkpoint of this package, which is changed without loss or not at all"

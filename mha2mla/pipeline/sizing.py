@@ -169,7 +169,6 @@ class Footprint:
         return reading + tokens * self.keys / gpu.product_rate
 
     def room(self, gpu: GPU) -> float:
-        """Bytes for the cache."""
         return MEMORY_SHARE * gpu.memory - self.weights
 
     def largest_batch(self, gpu: GPU, context: int) -> int:

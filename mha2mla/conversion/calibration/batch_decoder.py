@@ -149,8 +149,6 @@ def filled_cache(model: nn.Module, length: int) -> StaticCache:
 
 
 class _CapturedDecoder:
-    """Graphs of one step over one cache."""
-
     manner = "a decode step over a static cache"
 
     def __init__(self, model: nn.Module, rows: int, length: int, recorder: Recorder) -> None:

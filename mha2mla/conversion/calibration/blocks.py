@@ -62,7 +62,6 @@ class TokenBlocks:
 
     @property
     def size(self) -> int:
-        """Tokens of a block."""
         return self.tokens.shape[1]
 
     @property

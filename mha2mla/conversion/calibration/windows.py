@@ -94,7 +94,6 @@ def _tokenizer_of(source: OpenedFolder, name: str) -> Any:
 
 @contextmanager
 def named_in_errors(name: str, text: Any) -> Iterator[None]:
-    """Names the text in a ValueError."""
     try:
         yield
     except ValueError as error:

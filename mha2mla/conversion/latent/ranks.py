@@ -229,7 +229,6 @@ def _pass(
     outputs: ActivationStore,
     device: torch.device,
 ) -> None:
-    """Writes ``change`` of the inputs to ``outputs``."""
     for part in inputs.blocks.batches(_BATCH_TOKENS):
         outputs.write(part, change(inputs.read(part, device)))
 

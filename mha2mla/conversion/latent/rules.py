@@ -176,7 +176,6 @@ class WhitenedJoint(LowRankRule):
         return problem.known[self, centered](rank)
 
     def _solver(self, problem: LatentProblem, centered: bool) -> Callable[[int], Factors]:
-        """Rank -> factors."""
         covariance, value_covariance = _moments(problem, SHRINKAGE, centered)
         key_root, key_inverse = _roots(problem.key_metric.reshape(-1, *problem.key_metric.shape[-2:]))
         value_root, value_inverse = _roots(problem.value_metric)

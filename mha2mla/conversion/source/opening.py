@@ -123,7 +123,6 @@ class Source(OpenedFolder):
         return {name for layer in layers for name in self.adapter.attention_names(self.spec, layer).values()}
 
     def _check_attention(self, layer: int) -> None:
-        """Refuses a projection that is zero everywhere."""
         cpu = torch.device("cpu")
         weights = self.adapter.attention_weights(self.reader, self.spec, layer, device=cpu, dtype=torch.float32)
         names = self.adapter.attention_names(self.spec, layer)

@@ -74,7 +74,6 @@ class StreamedModel:
 
     @torch.inference_mode()
     def embed(self, store: ActivationStore) -> None:
-        """Writes the embeddings of its tokens to ``store``."""
         table = self.source.tensor("model.embed_tokens.weight")
         scale = torch.tensor(getattr(self.skeleton.model.embed_tokens, "scalar_embed_scale", 1.0))  # Gemma's
         for part in store.blocks.batches(_EMBEDDED_TOKENS):
