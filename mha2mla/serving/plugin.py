@@ -1,9 +1,23 @@
-"""The entry point ``vllm.general_plugins``: what every process of vLLM calls before it reads a model's config."""
+"""What the plug-in for vLLM needs without vLLM: its entry point, and where vLLM's layers hold a checkpoint's tensors.
+
+Every process of vLLM calls the entry point, ``vllm.general_plugins``, before it reads a model's config.
+"""
 
 from __future__ import annotations
 
+import re
+
+from torch import Tensor
+
 ARCHITECTURE = "MHA2MLAForCausalLM"
 MODEL = "mha2mla.serving.vllm_model:VLLMForCausalLM"
+# Linear layers of vLLM that hold several of a checkpoint's: name there -> names here, in their order.
+STACKED = {f"{mlp}.gate_up_proj": (f"{mlp}.gate_proj", f"{mlp}.up_proj") for mlp in ("mlp", "mlp.shared_expert")}
+# Names of the three matrices of vLLM's experts, and of its stacks; Mixtral's checkpoints have these names too.
+EXPERT_MATRICES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_STACKS = {"w1": "w13_weight", "w3": "w13_weight", "w2": "w2_weight"}
+_EXPERTS = re.compile(r"(.+\.mlp\.experts)\.(?:(\d+)\.(\w+)\.weight|(gate_up_proj|down_proj))")
+_ATTENTION = re.compile(r"(?:^|\.)self_attn\.(.+)$")
 
 
 def register() -> None:
@@ -18,3 +32,44 @@ def register() -> None:
 
     if ARCHITECTURE not in ModelRegistry.get_supported_archs():
         ModelRegistry.register_model(ARCHITECTURE, MODEL)
+
+
+def attention_name(name: str) -> str | None:
+    """The part of a tensor's name behind ``self_attn.``; None for tensors of other modules."""
+    found = _ATTENTION.search(name)
+    return found[1] if found else None
+
+
+def source_free(name: str) -> str:
+    """A tensor's name with the block of experts called as all families but Mixtral call it."""
+    return name.replace(".block_sparse_moe.", ".mlp.")
+
+
+def expert_parts(name: str, tensor: Tensor) -> list[tuple[str, str, int, Tensor]]:
+    """Where vLLM's layers hold the experts in a checkpoint's tensor, which is one matrix of one expert or, as models in
+    memory have them, stacks of all experts': name there, which matrix, which expert, and it. Empty for others."""
+    found = _EXPERTS.fullmatch(source_free(name))
+    if found is None:
+        return []
+    block, index, one, stack = found.groups()
+    if one is not None:
+        matrices = [(EXPERT_MATRICES.get(one, one), int(index), tensor)]
+    elif stack == "down_proj":
+        matrices = [("w2", expert, each) for expert, each in enumerate(tensor)]
+    else:
+        matrices = [
+            (matrix, expert, half)
+            for expert, each in enumerate(tensor)
+            for matrix, half in zip(("w1", "w3"), each.chunk(2), strict=True)
+        ]
+    return [(f"{block}.routed_experts.{_STACKS[matrix]}", matrix, *which) for matrix, *which in matrices]
+
+
+def placement(name: str) -> tuple[str, int | None]:
+    """Where vLLM's layers hold a checkpoint's tensor: its name there, and its place among those that are stacked."""
+    name = source_free(name)
+    for stacked, parts in STACKED.items():
+        for place, part in enumerate(parts):
+            if f"{part}." in name:
+                return name.replace(part, stacked), place
+    return name, None

@@ -20,7 +20,7 @@ from vllm.sequence import IntermediateTensors
 
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.families import FAMILIES, Family
-from mha2mla.serving.shards import attention_name, expert_parts, placement
+from mha2mla.serving.plugin import attention_name, expert_parts, placement
 from mha2mla.serving.vllm_attention import MLAParallelAttention
 
 

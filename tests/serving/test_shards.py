@@ -6,7 +6,7 @@ from torch import Tensor
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling.tensor_parallel import _ENCODERS, HeadShard
-from mha2mla.serving.shards import attention_name, expert_parts, placement
+from mha2mla.serving.plugin import attention_name, expert_parts, placement
 from tests.modeling.models import GEOMETRIES, mla_model
 
 GEOMETRY = {"kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
