@@ -103,13 +103,15 @@ class Recipe:
         return why
 
     @classmethod
-    def choose(cls, keys: Mapping[str, Any], device_type: str | None = None) -> tuple[Recipe, str]:
-        """Recipe of :func:`normalize_keys`'s ``keys`` on a type of device (None: this machine's), and the reason for
-        its preset.
+    def choose(cls, keys: Recipe | Mapping[str, Any], device_type: str | None = None) -> tuple[Recipe, str]:
+        """Recipe of :func:`normalize_keys`'s ``keys`` on a type of device (None: this machine's), or ``keys`` that is
+        one; and the reason for its preset.
 
         Raises:
             ValueError: a bad value, or widths without a layout.
         """
+        if isinstance(keys, Recipe):
+            return keys, f"{keys.preset}, as asked for"
         recipe = object.__new__(cls)
         return recipe, recipe._take(keys, device_type)
 

@@ -319,9 +319,7 @@ def _latency_blocks(evidence: Evidence) -> Iterator[Block]:
 def _layer_blocks(evidence: Evidence) -> Iterator[Block]:
     for record in evidence.reports["conversion"]:
         picture = plots.loss_by_layer(record["rows"])
-        columns = {"layer": "layer", "kv_lora_rank": "rank", "latent_bits": "bits"}
-        columns |= {"score_error": "scores", "output_error": "attention output"}
-        columns |= {"stream_output_error": "in stream", "hidden_error": "hidden states"}
+        columns = {"layer": "layer", "kv_lora_rank": "rank", "latent_bits": "bits"} | plots.LAYER_COLUMNS
         yield Block(f"{record['name']}. {picture.headline}", record["rows"], columns, picture)
 
 

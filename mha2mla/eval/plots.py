@@ -20,10 +20,11 @@ CACHES: Mapping[str, tuple[str, Any, Any]] = {
     "latent codes": ("latent", "other", "dashed"),
 }
 RATIO = "perplexity ÷ source's"
-LAYER_CURVES = {
+# Key of a layer's row → what it is an error of; curves are named by the part before the comma.
+LAYER_COLUMNS = {
     "score_error": "scores",
     "output_error": "attention output",
-    "stream_output_error": "attention output",
+    "stream_output_error": "attention output, in stream",
     "hidden_error": "hidden states",
 }
 # op → what is drawn of it, with its unit, from a row
@@ -164,13 +165,13 @@ def loss_by_layer(rows: Sequence[Row]) -> Picture:
     """Relative errors by layer: of each converted layer on the source's inputs, and after the layers before it.
 
     Args:
-        rows: one per layer, with ``layer`` and the keys of :data:`LAYER_CURVES`; a value that is absent, zero or not
+        rows: one per layer, with ``layer`` and the keys of :data:`LAYER_COLUMNS`; a value that is absent, zero or not
             finite is left out.
     """
 
     def curve(key: str, look: tuple[Any, Any]) -> Curve:
         points = [(row["layer"], _number(row.get(key))) for row in rows]
-        return Curve(LAYER_CURVES[key], [point for point in points if point[1] > 0], *look)
+        return Curve(LAYER_COLUMNS[key].partition(",")[0], [point for point in points if point[1] > 0], *look)
 
     pairs = {
         "each layer on the source's inputs": ("output_error", "score_error"),

@@ -227,17 +227,6 @@ def merge_keys(
     return merged
 
 
-def choose_recipe(recipe: Recipe | Mapping[str, Any], device: torch.device) -> tuple[Recipe, str]:
-    """The recipe of :func:`merge_keys` on a device, and the reason for its preset.
-
-    Raises:
-        ValueError: a bad value, or no such preset.
-    """
-    if isinstance(recipe, Recipe):
-        return recipe, f"{recipe.preset}, as asked for"
-    return Recipe.choose(recipe, device.type)
-
-
 def _calibration(arguments: Arguments, recipe: Recipe, spec: SourceSpec) -> str | CalibrationSource | Windows | None:
     """The text of the recipe's statistics, where there are any; refuses a target that does not fit the source."""
     geometry = recipe.geometry(spec)

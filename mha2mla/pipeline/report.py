@@ -34,14 +34,6 @@ if TYPE_CHECKING:
 
 NOTED_STEP = (16, 8192)  # sequences, tokens of each
 _BY_LAYER = {"ranks": "kv_lora_rank", "bits": "latent_bits"}
-# Key of a layer's row → heading in the card; others, such as ranks and seconds, follow under their own names.
-LAYER_COLUMNS = {
-    "layer": "layer",
-    "score_error": "scores",
-    "output_error": "attention output",
-    "stream_output_error": "attention output, in stream",
-    "hidden_error": "hidden states",
-}
 
 
 def _peak_rss_bytes() -> int:
@@ -257,7 +249,7 @@ def note_on_steps(config: MHA2MLAConfig, geometry: MLAGeometry, spec: SourceSpec
 def write_report(arguments: Arguments, device: torch.device, folder: Path, report: ConversionReport, made: str) -> None:
     """conversion.json, the model card, which says what was ``made`` of the source, and its plot where matplotlib is
     installed."""
-    from mha2mla.eval.plots import loss_by_layer
+    from mha2mla.eval.plots import LAYER_COLUMNS, loss_by_layer
     from mha2mla.eval.report import write_json
     from mha2mla.modeling.config import CODE_FILES
 
@@ -272,7 +264,8 @@ def write_report(arguments: Arguments, device: torch.device, folder: Path, repor
     except ImportError as error:
         plot = None
         arguments.say(f"the model card has no plot: {error}")
-    keys = dict.fromkeys([*LAYER_COLUMNS, *(key for row in report.layers for key in row)])
+    # Others, such as ranks and seconds, follow under their own names.
+    keys = dict.fromkeys(["layer", *LAYER_COLUMNS, *(key for row in report.layers for key in row)])
     shown = [key for key in keys if any(row.get(key) not in (None, "") for row in report.layers)]
     card = model_card(
         values,

@@ -35,7 +35,6 @@ from mha2mla.pipeline.check import (
     HeldOut,
     Plan,
     check,
-    choose_recipe,
     source_folder,
 )
 from mha2mla.pipeline.prepare import layer_inputs, open_work, prepare
@@ -122,7 +121,7 @@ def convert(
     started = time.perf_counter()
     seconds: dict[str, float] = {}
     with _timed(seconds, "prepare"):
-        recipe, why = choose_recipe(arguments.recipe, compute_device(device))  # refused before a source is fetched
+        recipe, why = Recipe.choose(arguments.recipe, compute_device(device).type)  # refused before a source is fetched
         if not os.path.isdir(arguments.source):  # before it is downloaded
             check_destination(arguments.destination, None, overwrite=overwrite)
         folder = source_folder(arguments.source)

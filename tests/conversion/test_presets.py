@@ -12,14 +12,14 @@ from mha2mla.conversion.presets import MEASURED, better_than, choose_preset, is_
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.target import LAYOUTS, Target
 from mha2mla.environment import compute_device
-from mha2mla.pipeline.check import choose_recipe, merge_keys
+from mha2mla.pipeline.check import merge_keys
 
 CPU = torch.device("cpu")
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def named_recipe(recipe, preset, device):
-    return choose_recipe(merge_keys(recipe, preset, {}), device)
+    return Recipe.choose(merge_keys(recipe, preset, {}), device.type)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_probes_are_drawn_by_measure_and_probe():
 @pytest.mark.parametrize("layers", [1, 126])
 def test_picture_of_layers_stays_small(layers, tmp_path):
     pytest.importorskip("matplotlib")
-    keys = enumerate(plots.LAYER_CURVES)  # jagged curves, as a PNG likes least
+    keys = enumerate(plots.LAYER_COLUMNS)  # jagged curves, as a PNG likes least
     rows = [{"layer": layer} for layer in range(layers)]
     for place, key in keys:
         for row in rows:
