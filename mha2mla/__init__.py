@@ -56,28 +56,10 @@ _LAZY = {
 }
 
 __all__ = [
-    "CalibrationSource",
-    "ConversionReport",
-    "HealingReport",
-    "Inspection",
-    "LatentCache",
-    "LowRankRule",
-    "MHA2MLAConfig",
-    "MHA2MLAForCausalLM",
-    "MLAGeometry",
-    "QualityReport",
-    "Recipe",
-    "RopeRule",
-    "__version__",
-    "convert",
-    "evaluate_quality",
-    "heal",
-    "inspect",
-    "load",
-    "model_latency",
-    "presets",
-    "register",
-]
+    "CalibrationSource", "ConversionReport", "HealingReport", "Inspection", "LatentCache", "LowRankRule",
+    "MHA2MLAConfig", "MHA2MLAForCausalLM", "MLAGeometry", "QualityReport", "Recipe", "RopeRule", "__version__",
+    "convert", "evaluate_quality", "heal", "inspect", "load", "model_latency", "presets", "register",
+]  # fmt: skip
 
 
 def _is_command() -> bool:

@@ -177,20 +177,9 @@ def tiny_checkpoint(
 
 
 ShapeName = Literal[
-    "llama-2-7b",
-    "llama-2-13b",
-    "llama-3-8b",
-    "llama-3-70b",
-    "llama-3.1-405b",
-    "llama-3.2-1b",
-    "mistral-7b",
-    "qwen2.5-0.5b",
-    "qwen2.5-7b",
-    "qwen3-8b",
-    "smollm2-135m",
-    "smollm2-1.7b",
-    "tiny",
-]
+    "llama-2-7b", "llama-2-13b", "llama-3-8b", "llama-3-70b", "llama-3.1-405b", "llama-3.2-1b", "mistral-7b",
+    "qwen2.5-0.5b", "qwen2.5-7b", "qwen3-8b", "smollm2-135m", "smollm2-1.7b", "tiny",
+]  # fmt: skip
 
 
 def _llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocabulary: int, **more: Any) -> dict:

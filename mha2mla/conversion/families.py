@@ -97,11 +97,6 @@ class SourceSpec:
         return self.num_attention_heads // self.num_key_value_heads
 
     @property
-    def feature_size(self) -> int:
-        """Width of the encoder's input: the hidden state, with the normed keys in front under q/k-norm."""
-        return self.hidden_size + (self.num_key_value_heads * self.head_dim if self.qk_norm else 0)
-
-    @property
     def pair_factors(self) -> torch.Tensor:
         """[head_dim // 2] float64: what cos and sin of every pair are multiplied by; 1 where nothing rotates."""
         return pair_factors(self.inv_freq, self.attention_factor)

@@ -45,10 +45,6 @@ class Layout:
     per_group: bool = False
     has_rope_cache: bool = True
 
-    def rope_heads(self, spec: SourceSpec) -> int:
-        """G."""
-        return spec.num_key_value_heads if self.per_group else 1
-
     def nope_width(self, head_dim: int, rope: int) -> int:
         """Width of a head's un-rotated queries, where some pairs do not rotate."""
         return head_dim - rope if self.per_group else head_dim
@@ -143,7 +139,8 @@ class Target(Stage):
                 or codes are asked for in a layout that caches rotary keys.
         """
         layout = LAYOUTS[self.layout]
-        kv_heads, head_dim, groups = spec.num_key_value_heads, spec.head_dim, layout.rope_heads(spec)
+        kv_heads, head_dim = spec.num_key_value_heads, spec.head_dim
+        groups = kv_heads if layout.per_group else 1
         key_width = kv_heads * head_dim
         all_pairs = key_width // groups
         if bits < 16 and layout.has_rope_cache:

@@ -8,14 +8,6 @@ from mha2mla.eval.report import print_table, write_json
 from mha2mla.eval.tasks import evaluate_tasks
 
 __all__ = [
-    "Metric",
-    "Predictions",
-    "QualityReport",
-    "attention_latency",
-    "decode_step_latency",
-    "evaluate_quality",
-    "evaluate_tasks",
-    "model_latency",
-    "print_table",
-    "write_json",
-]
+    "Metric", "Predictions", "QualityReport", "attention_latency", "decode_step_latency", "evaluate_quality",
+    "evaluate_tasks", "model_latency", "print_table", "write_json",
+]  # fmt: skip

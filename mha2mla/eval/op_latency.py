@@ -253,26 +253,11 @@ def _mla_row(
     return row | unless_out_of_memory(measure)
 
 
-@dataclass(frozen=True)
-class DecodePreset:
-    """A shape with published times.
-
-    Attributes:
-        geometry: of a layer. layers: of the model.
-        published: (batch, length) → ms of MHA by FlashAttention-2, and of the zero-padded MLA kernel.
-    """
-
-    geometry: MLAGeometry
-    layers: int
-    published: Mapping[tuple[int, int], tuple[float, float]]
-
-
 # MHA2MLA's authors asked for a decode kernel of the shapes that their conversions have, and gave the latency of
-# attention in milliseconds, hardware not named: of MHA by FlashAttention-2, and of an MLA kernel fed with zero-padded
-# heads.
-_PUBLISHED = {(8, 2048): (5.95, 3.52), (8, 4096): (10.66, 6.08), (64, 2048): (43.74, 4.10)}
-_LLAMA_2 = DecodePreset(MLAGeometry(32, 32, 512, 16, 112, 128, 32), 32, _PUBLISHED)
-PRESETS: Mapping[str, DecodePreset] = MappingProxyType({"llama-2-7b-decode": _LLAMA_2})
+# attention, hardware not named. (batch, length) → ms of MHA by FlashAttention-2, and of an MLA kernel fed with
+# zero-padded heads.
+PRESET, _LLAMA_2, _LAYERS = "llama-2-7b-decode", MLAGeometry(32, 32, 512, 16, 112, 128, 32), 32
+PUBLISHED = {(8, 2048): (5.95, 3.52), (8, 4096): (10.66, 6.08), (64, 2048): (43.74, 4.10)}
 PRESET_COLUMNS = {
     "batch": "batch",
     "seqlen": "length",
@@ -299,18 +284,17 @@ def preset_latency(name: str, *, progress: bool = False, **options: Any) -> Iter
     Raises:
         ValueError: there is no such preset.
     """
-    if name not in PRESETS:
-        raise ValueError(f"preset is {name!r}; expected one of {', '.join(PRESETS)}")
-    preset = PRESETS[name]
-    shapes = preset.published.items()
+    if name != PRESET:
+        raise ValueError(f"preset is {name!r}; expected {PRESET!r}")
+    shapes = PUBLISHED.items()
     for (batch, seqlen), (mha_ms, mla_ms) in progress_bar(shapes, desc=name, unit="shape", show=progress):
         shape = {"batch_sizes": (batch,), "seqlens": (seqlen,)}
-        rows = attention_latency(preset.geometry, baselines=PRESET_BASELINES, **shape, **options)
+        rows = attention_latency(_LLAMA_2, baselines=PRESET_BASELINES, **shape, **options)
         ours = rows[-1].get("us_p50")
         for row in rows:
             us = row.get("us_p50")
             if us is not None:
-                row |= {"us": us, "layers_ms": us * preset.layers / 1e3}
+                row |= {"us": us, "layers_ms": us * _LAYERS / 1e3}
                 row |= {"speed_up": us / ours} if ours is not None else {}
             if row["implementation"] in ("FlashAttention-2", "SDPA flash"):
                 row["published_ms"] = mha_ms

@@ -29,24 +29,8 @@ AutoModelForCausalLM.register(MHA2MLAConfig, MHA2MLAForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(MHA2MLAConfig, MHA2MLAForSequenceClassification, exist_ok=True)
 
 __all__ = [
-    "ATTENTION_BACKENDS",
-    "AttentionBackend",
-    "AttentionRegistry",
-    "AttentionStep",
-    "BatchModel",
-    "CacheCapacityError",
-    "LatentCache",
-    "LayerAttention",
-    "MHA2MLAConfig",
-    "MHA2MLAForCausalLM",
-    "MHA2MLAForSequenceClassification",
-    "MHA2MLAModel",
-    "MHA2MLAPreTrainedModel",
-    "MLAAttention",
-    "PagedCache",
-    "PagedSource",
-    "SequenceBatch",
-    "StaleBatchError",
-    "paged_model",
-    "what_serves",
-]
+    "ATTENTION_BACKENDS", "AttentionBackend", "AttentionRegistry", "AttentionStep", "BatchModel", "CacheCapacityError",
+    "LatentCache", "LayerAttention", "MHA2MLAConfig", "MHA2MLAForCausalLM", "MHA2MLAForSequenceClassification",
+    "MHA2MLAModel", "MHA2MLAPreTrainedModel", "MLAAttention", "PagedCache", "PagedSource", "SequenceBatch",
+    "StaleBatchError", "paged_model", "what_serves",
+]  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.masking_utils import create_masks_for_generate
@@ -226,8 +226,7 @@ class MHA2MLAPreTrainedModel(modeling_mha2mla.MHA2MLAPreTrainedModel):
     config_class = MHA2MLAConfig
     attention_class = MLAAttention
 
-    def _tensor_parallel_plan(self, source: PreTrainedConfig) -> dict[str, str]:
-        return tensor_parallel_plan(source)
+    _tensor_parallel_plan = staticmethod(tensor_parallel_plan)
 
     @staticmethod
     def _load_pretrained_model(

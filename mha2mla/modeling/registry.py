@@ -111,11 +111,6 @@ class AttentionBackend:
         asked = (geometry, page_size, dtype, torch.device(device))
         return self.explain(*asked) or (self.explain_long(*asked) if long_queries else None)
 
-    def run(self, tensors: Tensors, cache: Tensors, batch: Batch, plan: Plan, constants: AttentionConstants) -> Tensor:
-        """Appends the new tokens and attends: [N, H, d_v]. ``tensors``: those per token, and the weights."""
-        rotated = self.append(tensors, cache, batch, constants)
-        return self.attend({**tensors, **rotated}, cache, batch, plan, constants)
-
 
 def refused(name: str | None, geometry: Any) -> str:
     """The beginning of an error of which the rest is what :meth:`AttentionRegistry.find` says."""

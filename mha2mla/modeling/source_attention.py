@@ -336,13 +336,9 @@ class PagedSource(BatchModel):
         layers = getattr(model.get_decoder(), "layers", ())
         if not layers or not all(hasattr(layer, "self_attn") for layer in layers):
             raise ValueError(f"model is a {type(model).__name__}; expected one whose layers all have a self_attn")
-        self.model, self._backend_name = model, attention_backend
+        self.model, self.config, self._backend_name = model, model.config, attention_backend
         self._decoder: FusedDecoder | None = None
         self.constants = tuple(_constants(layer.self_attn, index) for index, layer in enumerate(layers))
-
-    @property
-    def config(self):
-        return self.model.config
 
     @property
     def dtype(self) -> torch.dtype:

@@ -49,7 +49,9 @@ class AttentionLayer(nn.Module):
         self.register_buffer("inv_freq", torch.zeros(heads, width // 2, device=device))
 
     def forward(self, tensors, cache, batch, plan):
-        return self.backend.run({**tensors, **dict(self.named_buffers())}, cache, batch, plan, self.constants)
+        tensors = {**tensors, **dict(self.named_buffers())}
+        rotated = self.backend.append(tensors, cache, batch, self.constants)
+        return self.backend.attend({**tensors, **rotated}, cache, batch, plan, self.constants)
 
 
 def batches():

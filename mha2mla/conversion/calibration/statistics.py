@@ -97,8 +97,8 @@ class StatisticsCollector:
         self._samples: dict[int, _Sample] = {}
         self._attention_windows = 0
         device = weights.q_weight.device
-        size, heads, kv_heads = spec.feature_size, spec.num_attention_heads, spec.num_key_value_heads
-        d, half = spec.head_dim, spec.head_dim // 2
+        heads, kv_heads, d, half = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, spec.head_dim // 2
+        size = spec.hidden_size + (kv_heads * d if spec.qk_norm else 0)  # of u
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)

@@ -52,6 +52,8 @@ class StreamedModel:
             self.skeleton = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation).eval()
         self.stored = StoredParameters(self.skeleton, source.names())
         base = self.skeleton.model
+        self.num_layers, self.hidden_size = len(base.layers), base.embed_tokens.embedding_dim
+        self.vocab_size = base.embed_tokens.num_embeddings
         # Its tables are computed from the config, never stored; on the meta device they would be lost.
         rotary_config = getattr(base.rotary_emb, "config", config)
         self._rotary = type(base.rotary_emb)(rotary_config).to(device)
@@ -59,18 +61,6 @@ class StreamedModel:
     def expected_names(self) -> frozenset[str]:
         """Names of the stored tensors, without the ones tied to another."""
         return frozenset(self.stored.shapes)
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.skeleton.model.layers)
-
-    @property
-    def hidden_size(self) -> int:
-        return self.skeleton.model.embed_tokens.embedding_dim
-
-    @property
-    def vocab_size(self) -> int:
-        return self.skeleton.model.embed_tokens.num_embeddings
 
     @torch.inference_mode()
     def embed(self, store: ActivationStore) -> None:
