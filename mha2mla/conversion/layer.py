@@ -180,15 +180,8 @@ def latent_problem(
         seen = gain[:, None] * seen
     out = seen.view(-1, heads, d).transpose(0, 1)  # [H, hidden, d]
     value_metric = (out.mT @ out).view(kv_heads, spec.group_size, d, d).sum(1)
-    return LatentProblem(
-        key=key,
-        value=value,
-        key_metric=metric,
-        value_metric=value_metric,
-        rotary=rotary,
-        rotary_bias=rotary_bias,
-        **_input_moments(spec, statistics, key.device),
-    )
+    moments = _input_moments(spec, statistics, key.device)
+    return LatentProblem(key, value, metric, value_metric, **moments, rotary=rotary, rotary_bias=rotary_bias)
 
 
 def joint_key_metric(

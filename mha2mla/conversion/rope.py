@@ -128,13 +128,8 @@ def shared_basis(
         # real_map wants [head, head, row, column]
         key_nope = real_map(rest.permute(0, 2, 1, 3)).permute(0, 2, 1, 3).reshape(kv_heads, d, kv_heads * d)
         query_nope = real_map(torch.diag_embed(phase))
-    return RotaryBasis(
-        inv_freq=spec.inv_freq.double()[components.frequency][None],
-        key_rope=key_rope,
-        query_rope=query_rope,
-        key_nope=key_nope,
-        query_nope=query_nope,
-    )
+    inv_freq = spec.inv_freq.double()[components.frequency][None]
+    return RotaryBasis(inv_freq, key_rope, query_rope, key_nope, query_nope)
 
 
 def real_map(coefficients: torch.Tensor) -> torch.Tensor:

@@ -62,18 +62,16 @@ class LatentGenerationMixin(GenerationMixin):
         self,
         generation_config: GenerationConfig | None,
         capture: bool | None = None,
-        attention_window: int | None = None,
-        num_sink_tokens: int | None = None,
-        rotary_key_cache: str | None = None,
         **kwargs: Any,
     ) -> tuple[GenerationConfig, dict[str, Any]]:
         """``generate``'s hook for its config, which takes the arguments ``capture``, by default True, and those of
         ``_CACHE_OPTIONS``, by default the config's."""
+        given = {name: kwargs.pop(name, None) for name in _CACHE_OPTIONS}
         prepared, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
         prepared.capture = getattr(prepared, "capture", True) if capture is None else capture
-        for name, given in zip(_CACHE_OPTIONS, (attention_window, num_sink_tokens, rotary_key_cache), strict=True):
-            if given is not None:
-                setattr(prepared, name, given)
+        for name, value in given.items():
+            if value is not None:
+                setattr(prepared, name, value)
         return prepared, model_kwargs
 
     def prepare_inputs_for_generation(
@@ -324,12 +322,9 @@ class MHA2MLAForCausalLM(
         tokens = inputs_embeds if input_ids is None else input_ids
         if tokens is not None:
             self._length_watch.see(past_key_values, tokens)
+        wanted = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
+        wanted |= {"output_router_logits": output_router_logits}
         if mla_captured is not None:
-            wanted = {
-                "output_attentions": output_attentions,
-                "output_hidden_states": output_hidden_states,
-                "output_router_logits": output_router_logits,
-            }
             asked = [inputs_embeds, labels, *kwargs.values()]
             if not any(self._is_wanted(*each) for each in wanted.items()) and all(value is None for value in asked):
                 logits = mla_captured.logits(
@@ -352,11 +347,9 @@ class MHA2MLAForCausalLM(
                 inputs_embeds=inputs_embeds,
                 labels=labels,
                 use_cache=use_cache,
-                output_attentions=output_attentions,
-                output_hidden_states=output_hidden_states,
-                output_router_logits=output_router_logits,
                 logits_to_keep=logits_to_keep,
                 return_dict=True,
+                **wanted,
                 **kwargs,
             )
 
