@@ -165,19 +165,16 @@ class LayerWalk:
             ReconstructionError: no rule gives a layer that is finite.
         """
         if self.windows is None:
-            yield from self._walk_blind()
+            for layer in self._missing():
+                started = time.perf_counter()
+                tensors, fallback = self.convert(layer, None)
+                seconds = time.perf_counter() - started
+                yield ConvertedLayer(layer, self.stored(layer, tensors), seconds, fallback=fallback)
+                self.model.source.release()
         elif self.recipe.fit.steps and not all(each.is_full_rank for each in self.geometries):
             yield from _ConvertedWalk(self).layers()
         else:
             yield from self._walk_source()
-
-    def _walk_blind(self) -> Iterator[ConvertedLayer]:
-        for layer in self._missing():
-            started = time.perf_counter()
-            tensors, fallback = self.convert(layer, None)
-            seconds = time.perf_counter() - started
-            yield ConvertedLayer(layer, self.stored(layer, tensors), seconds, fallback=fallback)
-            self.model.source.release()
 
     def _walk_source(self) -> Iterator[ConvertedLayer]:
         missing, (store,) = self._missing(), self.new_stores(1, on_device=True)
@@ -282,13 +279,10 @@ class LayerWalk:
         try:
             found = self.steps.reconstruct(problem, tensors, fit, seed=self.recipe.calibration.seed, layer=layer)
         except (ReconstructionError, torch.linalg.LinAlgError) as error:
-            reason = _reason(error).removeprefix(f"layer {layer}: ")
-        else:
-            unfit = self._not_finite(layer, found.tensors)
-            if not unfit:
-                return found, ""
-            reason = f"{unfit} was not finite after them"
-        return None, f"left without gradient steps, since {reason}"
+            return None, f"left without gradient steps, since {_reason(error).removeprefix(f'layer {layer}: ')}"
+        if unfit := self._not_finite(layer, found.tensors):
+            return None, f"left without gradient steps, since {unfit} was not finite after them"
+        return found, ""
 
     def first_window(self, store: ActivationStore) -> torch.Tensor:
         """[1, length, hidden] of the shortest windows, to try a layer on."""
@@ -385,12 +379,13 @@ class _ConvertedWalk:
         self._observe(module, layer, collector.add)
         runs = partial(self.sequence.runs, layer, module, self.sequence.first_window(self.stream))
         tensors, fallback = self.sequence.convert(layer, collector.finish(), runs=runs)
+        geometry = self.sequence.geometries[layer]
         closed_form = ConvertedLayer(layer, self.sequence.stored(layer, tensors), fallback=fallback)
-        if self.sequence.geometries[layer].is_full_rank:
+        if geometry.is_full_rank:
             return closed_form
         with torch.inference_mode(False):
             weights, forward = self._blend(module, layer), block_forward(self.sequence, layer, module)
-            if self.sequence.geometries[layer].has_codes:
+            if geometry.has_codes:
                 tensors = self._basis(layer, forward, weights, tensors).fold(tensors)
                 forward = block_forward(self.sequence, layer, module, with_codes=True)
             problem = ReconstructionProblem(self.stream, self.targets, weights, forward, self.model.device)
