@@ -263,16 +263,14 @@ def read_request(path: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    return [
-        _difference(key, theirs.get(key), ours.get(key))
-        for key in sorted({*theirs, *ours})
-        if theirs.get(key) != ours.get(key)
-    ]
-
-
-def _difference(key: str, theirs: Any, ours: Any) -> str:
-    if isinstance(theirs, dict) and isinstance(ours, dict):
-        inner = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
-        return ", ".join(_difference(f"{key}.{name}", theirs.get(name), ours.get(name)) for name in inner)
-    return f"{key} ({theirs} there, {ours} now)" if max(len(str(theirs)), len(str(ours))) < 40 else key
+def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any], inside: str = "") -> list[str]:
+    """Keys with other values, ``inside`` in front of them, and the values where they are short."""
+    found = []
+    for key in sorted({*theirs, *ours}):
+        there, now, name = theirs.get(key), ours.get(key), f"{inside}{key}"
+        if there != now and isinstance(there, dict) and isinstance(now, dict):
+            found += differences(there, now, f"{name}.")
+        elif there != now:
+            short = max(len(str(there)), len(str(now))) < 40
+            found.append(f"{name} ({there} there, {now} now)" if short else name)
+    return found

@@ -153,9 +153,7 @@ def measure_losses(
             collector = walks[0].collector(layer)
             model.run_layer(module, layer, targets, tokens=_BATCH_TOKENS, observe=collector.add)
             statistics, prepared, window = collector.finish(), {}, walk.first_window(fitted)
-            weights = None
-            if fit.steps:
-                weights = token_weights(targets, _BATCH_TOKENS, model.device)
+            weights = token_weights(targets, _BATCH_TOKENS, model.device) if fit.steps else None
             for converting in walks:
                 width = converting.geometries[layer].qk_rope_head_dim
                 tensors, _ = converting.convert(
