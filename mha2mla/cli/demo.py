@@ -77,8 +77,8 @@ class DemoSettings:
 
     preset: str = "quick"
     calibration: str = "builtin:pydoc"
-    calibration_tokens: int = 4096
-    calibration_lengths: tuple[int, ...] = (512, 1024)
+    calibration_tokens: int = 3072
+    calibration_lengths: tuple[int, ...] = (512,)
     evaluation: str = "builtin:opticks"
     evaluation_tokens: int = 2048
     cached_tokens: int = 256
