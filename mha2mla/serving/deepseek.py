@@ -16,13 +16,15 @@ Loaded by the other programs a folder would compute something else without an er
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.families import FAMILIES
 
@@ -32,6 +34,9 @@ Engine = Literal["transformers", "vllm", "sglang"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
 ENGINE_LATENTS = (256, 512)  # kv_lora_rank that MLA backends of vLLM take beside 64 rotary dims
 ENGINE_ROTARY = 64
+ENGINE_HEAD = (
+    128  # un-rotated dims of a key, and dims of a value: vLLM's prefill takes no other widths beside 64 rotary
+)
 NEGLIGIBLE = 1e-6  # largest mean square of the scaled latent, in units of eps
 # Their layers are DeepSeek's: RMSNorm, attention, RMSNorm, gated MLP.
 _LIKE_DEEPSEEK = [name for name, family in FAMILIES.items() if family.llama_decoder and not family.qk_norm]
@@ -73,6 +78,9 @@ def refusals(config: MHA2MLAConfig, engine: Engine) -> list[str]:
         ),
         f"the largest rank is {_largest_rank(config)}: MLA kernels of {engine} take at most {ENGINE_LATENTS[-1]}": (
             not has_bias and _largest_rank(config) > ENGINE_LATENTS[-1]
+        ),
+        f"heads have up to {_widest_head(geometries)} dims: prefill kernels of {engine} take at most {ENGINE_HEAD}": (
+            not has_bias and _widest_head(geometries) > ENGINE_HEAD
         ),
         f"dtype is {config.dtype}: {engine} needs bfloat16 or float32, whose exponents hold the scaled latent": (
             not has_bias and config.dtype not in (torch.bfloat16, torch.float32)
@@ -156,12 +164,24 @@ def latent_width(config: MHA2MLAConfig, engine: Engine) -> int:
     return next(width for width in ENGINE_LATENTS if rank <= width)
 
 
+def _widest_head(geometries: Iterable[MLAGeometry]) -> int:
+    return max(width for g in geometries for width in (g.qk_nope_head_dim, g.v_head_dim))
+
+
+def head_widths(geometry: MLAGeometry, engine: Engine) -> tuple[int, int]:
+    """Un-rotated dims of a key and dims of a value there; engines' are padded with zeros."""
+    if engine == "transformers":
+        return geometry.qk_nope_head_dim, geometry.v_head_dim
+    return ENGINE_HEAD, ENGINE_HEAD
+
+
 def _largest_rank(config: MHA2MLAConfig) -> int:
     return max(config.layer_geometry(index).kv_lora_rank for index in range(config.num_hidden_layers))
 
 
 def deepseek_config(config: MHA2MLAConfig, frequencies: Frequencies, engine: Engine) -> dict[str, Any]:
     geometry, source = config.layer_geometry(0), config.build_source_config()
+    nope, values = head_widths(geometry, engine)
     kept = (
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act",
         "max_position_embeddings", "initializer_range", "rms_norm_eps", "attention_dropout", "use_cache",
@@ -175,9 +195,9 @@ def deepseek_config(config: MHA2MLAConfig, frequencies: Frequencies, engine: Eng
         "num_key_value_heads": geometry.num_attention_heads,
         "kv_lora_rank": latent_width(config, engine),
         "q_lora_rank": None,
-        "qk_nope_head_dim": geometry.qk_nope_head_dim,
+        "qk_nope_head_dim": nope,
         "qk_rope_head_dim": frequencies.width,
-        "v_head_dim": geometry.v_head_dim,
+        "v_head_dim": values,
         "rope_theta": frequencies.theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": frequencies.theta},
         "rope_interleave": True,
@@ -212,14 +232,15 @@ def layer_tensors(
     geometry = config.layer_geometry(layer)
     heads, latent, nope = geometry.num_attention_heads, geometry.kv_lora_rank, geometry.qk_nope_head_dim
     width, rope = latent_width(config, engine), frequencies.width
-    places = frequencies.places[layer]
+    (more_nope, more_values), places = head_widths(geometry, engine), frequencies.places[layer]
+    more_nope, more_values = more_nope - nope, more_values - geometry.v_head_dim  # zeros behind each head's
     query, encoder = read("self_attn.q_proj.weight"), read("self_attn.kv_a_proj.weight")
     dtype = query.dtype
 
     q_nope, q_pe = query.double().unflatten(0, (heads, -1)).split((nope, geometry.qk_rope_head_dim), dim=1)
     # Their scores are divided by the root of the query's width there.
-    scale = config.softmax_scale * math.sqrt(nope + rope)
-    q_pe = torch.stack([_interleaved(head, places, rope) for head in q_pe])
+    scale = config.softmax_scale * math.sqrt(nope + more_nope + rope)
+    q_nope, q_pe = pad(q_nope, (0, 0, 0, more_nope)), torch.stack([_interleaved(head, places, rope) for head in q_pe])
     yield "self_attn.q_proj.weight", (scale * torch.cat((q_nope, q_pe), 1)).flatten(0, 1).to(dtype)
 
     c_rows, pe_rows = encoder.split((latent, geometry.qk_rope_head_dim))
@@ -241,10 +262,12 @@ def layer_tensors(
     # A power of two is exact in every dtype; what it misses of 1 / gain goes into the next product.
     weight = 2.0 ** round(-math.log2(gain))
     yield "self_attn.kv_a_layernorm.weight", torch.full((width,), weight, dtype=dtype)
-    maps = torch.cat((read("self_attn.k_b_proj"), read("self_attn.v_b_proj")), 1).double() / (weight * gain)
+    k_up, v_up = read("self_attn.k_b_proj"), read("self_attn.v_b_proj")  # [heads, dims, latent]
+    maps = torch.cat((pad(k_up, (0, 0, 0, more_nope)), pad(v_up, (0, 0, 0, more_values))), 1).double() / (weight * gain)
     maps = maps.repeat_interleave(heads // maps.shape[0], 0).flatten(0, 1)
-    yield "self_attn.kv_b_proj.weight", torch.nn.functional.pad(maps, (0, width - latent)).to(dtype)
-    yield "self_attn.o_proj.weight", read("self_attn.o_proj.weight")
+    yield "self_attn.kv_b_proj.weight", pad(maps, (0, width - latent)).to(dtype)
+    out = read("self_attn.o_proj.weight").unflatten(1, (heads, -1))
+    yield "self_attn.o_proj.weight", pad(out, (0, more_values)).flatten(1)
 
 
 def _negligible_scale(rows: Tensor, norm: Tensor, width: int, eps: float) -> float:

@@ -9,7 +9,7 @@ from torch.nn.functional import embedding, linear, silu
 from transformers import AutoModelForCausalLM
 
 from mha2mla.modeling import MHA2MLAForCausalLM
-from mha2mla.serving.deepseek import GUARD, place_frequencies
+from mha2mla.serving.deepseek import GUARD, place_frequencies, refusals
 from mha2mla.serving.export import export
 from tests.conversion import tiny
 from tests.modeling.models import TOLERANCE, mla_config, randomise, relative_error, source_config, tokens
@@ -111,6 +111,7 @@ def test_engines_forward_gives_the_same_logits(name, tmp_path):
     folder = exported(tmp_path, model)
     config, _ = read_folder(folder)
     assert (config["kv_lora_rank"], config["qk_rope_head_dim"]) == (LIKE[name][-1], 64)
+    assert (config["qk_nope_head_dim"], config["v_head_dim"]) == (128, 128)
     ids = tokens(2, 64)
     own = {torch.float32: model(ids).logits}
     own[torch.bfloat16] = model.bfloat16()(ids).logits
@@ -203,6 +204,10 @@ def test_engines_refusals_name_every_reason(tmp_path):
     for reason in ("dtype is torch.float16", "attention_window is 8", "layer 0 has frequency 0.5 more than once"):
         assert reason in str(refused.value)
     assert not (tmp_path / "vllm").exists()
+    config = model_like("llama").config
+    config.v_head_dim = 160
+    assert [reason for reason in refusals(config, "vllm") if "heads have up to 160 dims" in reason]
+    assert not any("heads have" in reason for reason in refusals(config, "transformers"))
 
 
 def test_engine_frequencies_are_every_kth_of_the_source():
