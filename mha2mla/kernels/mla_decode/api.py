@@ -261,7 +261,7 @@ def mla_absorbed(
     Raises:
         ValueError: as :func:`mha2mla.kernels.mla_decode`.
     """
-    is_plain = backend != "reference" and not torch.compiler.is_compiling() and not torch.is_grad_enabled()
+    is_plain = backend != "reference" and not torch.is_grad_enabled() and in_plain_eager_mode(q_pe)
     if k_up is None:
         q_latent = q_pe.new_zeros(*q_pe.shape[:3], v_up.shape[-1])
     elif q_latent is None:
@@ -289,7 +289,7 @@ def _up_project(x: Tensor, weight: Tensor, transposed: bool = False, is_plain: b
         equation = "bskri,koi->bskro" if transposed else "bskri,kio->bskro"
         return torch.einsum(equation, x.unflatten(2, (count, -1)), weight).flatten(2, 3)
     few = is_plain and serves_few_tokens(x, weight, transposed)
-    if few or (batch * tokens > 1 and serves_heads(x, weight, transposed)):
+    if few or (batch * tokens > 1 and x.is_cuda and in_plain_eager_mode(x) and serves_heads(x, weight, transposed)):
         return project_heads(x, weight, transposed=transposed)
     if batch * tokens > 1 and count < heads:
         weight = weight[:, None].expand(-1, heads // count, -1, -1).flatten(0, 1)

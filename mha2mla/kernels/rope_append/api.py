@@ -10,7 +10,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mha2mla.kernels.mla_decode.quantization import CODES, holds_codes, quantize_latent
-from mha2mla.kernels.ops import Argument, argument_error, capability, check_tensors, register_kernel, runs_compiled
+from mha2mla.kernels.ops import (
+    Argument,
+    argument_error,
+    capability,
+    check_tensors,
+    in_plain_eager_mode,
+    register_kernel,
+    runs_compiled,
+)
 from mha2mla.kernels.skinny_linear.selection import serves_few_tokens
 
 MAX_SLOTS = 2**31 - 1  # slots are int32, and so is their number in kernels
@@ -204,8 +212,8 @@ def append_w_uk(
     """
     if (
         k_up is None
-        or torch.compiler.is_compiling()
         or torch.is_grad_enabled()
+        or not in_plain_eager_mode(q_nope)
         or not serves_few_tokens(q_nope, k_up)
         or capability(q_nope.device) < 90
         or latent_cache.dtype != q_nope.dtype
