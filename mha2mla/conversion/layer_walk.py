@@ -259,7 +259,7 @@ class LayerWalk:
                     )
                     prepared[name] = self.steps.prepare(spec, geometry, chosen, weights, known)
                 tensors = self.steps.finish(spec, geometry, chosen, prepared[name])
-                if self._config.attention_o_bias:  # of other layers, where this one is full rank
+                if self._config.attention_o_bias:  # other layers', where this one is full rank
                     tensors.setdefault("o_proj.bias", tensors["o_proj.weight"].new_zeros(spec.hidden_size))
             except torch.linalg.LinAlgError as error:
                 problems.append(_reason(error))

@@ -21,7 +21,7 @@ REQUEST_FILE = "request.json"
 _SUFFIX = ".safetensors"
 _LAYER = re.compile(r"layer-(\d{5})")
 _CODE = ("conversion", "modeling", "data", "geometry.py", "pipeline")
-# What begins a document and how it goes on; not how a step is computed, which changes samples by rounding alone.
+# The beginnings of documents and how these go on; not how a step is computed, which changes samples by rounding alone.
 _TEXT_CODE = (
     "conversion/calibration/generated_text.py",
     "conversion/calibration/windows.py",

@@ -266,7 +266,7 @@ class Trained:
     curve: list[dict[str, float]]
 
 
-@deterministic(warn_only=True)  # as train runs: layers are compiled again in another mode
+@deterministic(warn_only=True)  # the mode of train: in another one layers are compiled again
 def tokens_in(minutes: float, distillation: Distillation, settings: Settings, vocabulary: int) -> int:
     """Tokens that ``minutes`` of training take on this machine, by a few passes over random tokens in windows of both
     lengths, the first of which compile what is compiled; no step is made."""
@@ -285,7 +285,7 @@ def tokens_in(minutes: float, distillation: Distillation, settings: Settings, vo
     return max(settings.step_tokens, int(60 * minutes / seconds * settings.pass_tokens))
 
 
-@deterministic(warn_only=True)  # as train runs: layers are compiled again in another mode
+@deterministic(warn_only=True)  # the mode of train: in another one layers are compiled again
 def warm_up(distillation: Distillation, blocks: TokenBlocks, per_pass: int) -> None:
     """Compiles what is compiled, by a pass of each length; warns as :func:`_first_pass`."""
     ids = blocks.tokens[:1].expand(per_pass, -1).to(distillation.student.device)

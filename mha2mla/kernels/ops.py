@@ -1,4 +1,4 @@
-"""What all ops share: checks of tensors and backends, devices, and registration with torch. No kernels, no TileLang."""
+"""Shared by all ops: checks of tensors and backends, devices, and registration with torch. No kernels, no TileLang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the plug-in for vLLM needs without vLLM: its entry point, and where vLLM's layers hold a checkpoint's tensors.
+"""Parts of vLLM's plug-in that need no vLLM: its entry point, and where vLLM's layers hold a checkpoint's tensors.
 
 Every process of vLLM calls the entry point, ``vllm.general_plugins``, before it reads a model's config.
 """

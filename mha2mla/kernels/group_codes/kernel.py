@@ -40,7 +40,7 @@ class CodedRow:
 
     @property
     def planes(self) -> list[tuple[int, int, int, int]]:
-        """Of each plane of a group's codes: bits, shift in a code, first word, bytes."""
+        """Planes of a group's codes: bits, shift in a code, first word and bytes of each."""
         found, shift, first = [], 0, 0
         for plane in PLANES:
             if self.bits & plane:

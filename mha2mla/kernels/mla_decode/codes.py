@@ -104,7 +104,7 @@ def make_codes_portable(shape: CodedShape, choice: KernelChoice, machine: Machin
 
 
 class Codes:
-    """Of a CTA whose warpgroups dequantise, beside the properties of ``swap_ab_ws`` and ``swap_ab_cluster``."""
+    """Properties of a CTA whose warpgroups dequantise, beside those of ``swap_ab_ws`` and ``swap_ab_cluster``."""
 
     row = property(lambda k: coded_row(k.shape))
     wideners = property(lambda k: k.choice.threads - k.latent_readers - WARPGROUP)  # threads that dequantise

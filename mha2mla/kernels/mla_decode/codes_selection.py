@@ -50,7 +50,7 @@ class CodedShape(DecodeShape):
 
     @property
     def code(self) -> tuple[int, int] | None:
-        """As :func:`code_of`."""
+        """Same as :func:`code_of`."""
         return code_of(self.kv_lora_rank, self.row_bytes)
 
 

@@ -16,7 +16,7 @@ READ_RATE = 4.3e12  # bytes a second that attention kernels read from the memory
 L2_RATE = 3.57e12  # bytes a second that tiles which make keys read, wherever from: their rings are short
 PRODUCTS = 800e12  # FLOP a second
 CLOCK, MULTIPROCESSORS = 1.755e9, 132
-FIXED, DIRTY_BYTES = 5e-6, 65e6  # of a call whatever it reads: seconds, and bytes of a dirty L2
+FIXED, DIRTY_BYTES = 5e-6, 65e6  # a call's, whatever it reads: seconds, and bytes of a dirty L2
 # Cycles of a multiprocessor for a tile of 64 tokens, behind one another: softmax and barriers of a tile; exchange of
 # scores in a cluster; each piece of its columns, with stored keys and with keys that are made; a product of depth 16
 # that makes 64 columns of keys or, for one computing warpgroup, scores or output. PORTABLE: latent_portable, for a

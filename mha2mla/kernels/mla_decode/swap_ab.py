@@ -44,7 +44,7 @@ class Static(MLAStatic):
     policy = property(lambda k: BY_COLUMN if k.choice.threads > 128 else BY_ROW)
 
     def latent_source(self, call, memory):
-        """Of ``load_tiles``."""
+        """Arguments of ``load_tiles``."""
         return (device.copy_tile, call.latent_cache, (), 0, memory.c_tile)
 
 
