@@ -23,11 +23,11 @@ def files(tmp_path_factory):
 def test_damaged_files_are_refused_in_a_sentence(files):
     at, expected = files
     cases = [case for case in hostile.all_cases(at) if case.verb not in ("convert", "eval latency")]
-    rows = list(hostile.run_cases(hostile.choose(cases, 60, seed=5), at, expected))
+    rows = list(hostile.run_cases(hostile.choose(cases, 30, seed=5), at, expected))
     bad = [row for row in rows if row["outcome"] not in ("right", "other", "refused") or row["characters"] > 600]
-    assert not bad and len(rows) == 60 and all(row["named"] for row in rows)
+    assert not bad and len(rows) == 30 and all(row["named"] for row in rows)
     outcomes = Counter(row["outcome"] for row in rows)
-    assert outcomes["refused"] > 20 and outcomes["other"] < 5
+    assert outcomes["refused"] > 10 and outcomes["other"] < 5
 
 
 def test_cases_of_a_seed_are_the_same_and_of_every_verb(files):

@@ -131,14 +131,3 @@ class TestGradients:
         logits = model(inputs_embeds=embeddings[:, 5:].requires_grad_(), past_key_values=cache).logits
         with pytest.raises(ValueError, match="past_key_values was a LatentCache"):
             logits.sum().backward()
-
-    def test_logits_are_what_they_are_without(self):
-        """Decoding by hand without no_grad() works; a frozen model's logits require nothing."""
-        model = models.mla_model()
-        ids = models.tokens(2, 12)
-        cache = model(ids[:, :11]).past_key_values
-        logits = model(ids[:, 11:], past_key_values=cache).logits
-        assert models.relative_error(logits, model(ids, use_cache=False).logits[:, 11:]) < models.TOLERANCE
-        cache.crop(-1)
-        model.requires_grad_(False)
-        assert not model(ids[:, 11:], past_key_values=cache).logits.requires_grad

@@ -61,18 +61,6 @@ def test_tokenizer_keeps_the_class_of_the_source(named, tmp_path):
     assert made.init_kwargs.get("bos_token") == expected.init_kwargs.get("bos_token")
 
 
-def test_the_record_is_machine_readable(source, tmp_path):
-    report = convert(source, tmp_path / "out")
-    record = read_json(tmp_path / "out" / "conversion.json")
-    assert record["kind"] == "conversion" and record["recipe"] == report.recipe
-    assert record["parity"]["perplexity_converted"] == report.parity.perplexity_converted
-    assert record["environment"]["torch"] and record["device"] == "cpu"
-    rows = record["rows"]
-    assert [row["layer"] for row in rows] == [0, 1] and all(row["seconds"] > 0 for row in rows)
-    assert [row["score_error"] for row in rows] == [layer.score_error for layer in report.parity.layers]
-    assert mha2mla.Recipe.from_dict(record["recipe"]).calibration.tokens == 512
-
-
 def test_layers_that_were_not_fitted_are_named(source, tmp_path, capsys):
     """Inputs so small that a latent of unit variance needs an encoder beyond float16."""
     spoilt = shutil.copytree(source, tmp_path / "source")
