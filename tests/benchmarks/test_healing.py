@@ -7,7 +7,10 @@ import json
 import pytest
 import torch
 
+import mha2mla
 from benchmarks import healing, healing_speed, healing_table
+from mha2mla.pipeline.run import convert
+from tests.conversion import tiny
 from tests.ops import FunctionCalls
 
 
@@ -35,8 +38,14 @@ def study(tiny_source, tmp_path, *arms, right=True, **keys):
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
+def short(tmp_path, monkeypatch):
+    """Texts of this test's own, and conversions that are calibrated on few tokens."""
+
+    def convert_shortly(source, folder, recipe, **keys):
+        return convert(source, folder, {**tiny.SHORT, **recipe}, **keys)
+
     monkeypatch.setenv("MHA2MLA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(mha2mla, "convert", convert_shortly)
 
 
 def test_a_study_from_end_to_end(tiny_source, tmp_path, capsys):

@@ -61,13 +61,10 @@ def test_a_run_tells_caught_from_survived_and_unsound(tree):
         replace(caught, name="red before", only="red"),
     ]
     saved = []
-    rows = run_faults(faults, tree, timeout=240, save=lambda rows: saved.append(len(rows)))
-    # Several at a time say the same.
-    beside = run_faults(faults, tree, timeout=240, workers=2)
-    said = {row["fault"]: row["status"].partition(":")[0] for row in beside}
+    rows = run_faults(faults, tree, timeout=240, save=lambda rows: saved.append(len(rows)), workers=2)
+    said = {row["fault"]: row["status"].partition(":")[0] for row in rows}
     assert said == {"other branch": "caught", "unseen branch": "survived", "red before": "unsound"}
-    assert [row["status"].partition(":")[0] for row in rows] == ["caught", "survived", "unsound"]
-    assert saved == [1, 2, 3]
+    assert len(saved) == max(saved) == 3
     assert (tree / "mha2mla" / "__init__.py").read_text() == "def f(x):\n    return 1 if x else 2\n"
     assert run_faults(faults, tree, timeout=240, budget=-1) == []
 

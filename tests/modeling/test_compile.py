@@ -100,7 +100,7 @@ def test_fresh_model_compiles_in_one_graph(case, use_cache):
 @few("case, training", [("latent", False), *product(["per-group", "shared", "per-head"], (True, False))], count=2)
 def test_compiled_loss_has_the_eager_gradients(case, training):
     """In eval mode a cache is made beside the loss, as users get it who forget ``torch.no_grad``."""
-    model = models.mla_model(case).train(training)
+    model = models.mla_model(case, num_hidden_layers=1).train(training)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for length in (9, 12):
         ids = models.tokens(2, length)
