@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
+import mha2mla
 from benchmarks import rank_and_bits
+from mha2mla.pipeline.run import convert
 
 
-def test_a_study_from_end_to_end(tiny_source, tmp_path, capsys):
+def test_a_study_from_end_to_end(tiny_source, tmp_path, capsys, monkeypatch):
+    def convert_shortly(source, folder, recipe, **keys):
+        fit = replace(recipe.fit, steps=min(recipe.fit.steps, 8))
+        return convert(source, folder, replace(recipe, fit=fit), **keys)
+
+    monkeypatch.setattr(mha2mla, "convert", convert_shortly)
     file, work = tmp_path / "rows.json", tmp_path / "work"
     settings = {
         "models": str(tiny_source),
