@@ -13,7 +13,7 @@ from mha2mla.kernels.split_kv.choice import HOPPER, SHARED_MEMORY, shared_memory
 ROW_BUCKETS = (8, 16, 64, 128)  # rows of x, at most, of each streaming kernel
 BLOCK = 64  # rows of a weight in a product: the M of one wgmma
 DTYPES = (torch.bfloat16, torch.float16)
-HEAD_ROWS, HEAD_COLUMNS = 8, 2048  # most tokens and d_c of the kernel for few tokens that multiplies by W_UV
+HEAD_ROWS, HEAD_COLUMNS = 8, 2048  # most tokens (as an m16n8k16 instruction takes) and d_c of W_UV's kernel for few
 COLUMN_STEP, OUTPUT_STEP = 32, 16  # K and N are multiples of
 W_UK_TOKENS, W_UK_ROWS, WIDTH_STEP = 16, 256, 8  # most tokens and d_n of the one for W_UK; d_c is a multiple of
 GROUP = 64  # most heads that share a weight in the kernel for any number of tokens

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, GPU, PASS_CONFIGS, Buffers, compiler
 from mha2mla.kernels.ops import aligned, capability, dtype_name, on_device, with_dense_rows
+from mha2mla.kernels.skinny_linear.selection import GROUP, HEAD_ROWS
 
 ROWS = 8  # tokens of a block
 COLUMNS = 128  # of a block
@@ -156,14 +157,14 @@ def make_w_uk(*, heads: int, groups: int, inner: int, outer: int, dtype: str, de
     return w_uk
 
 
-FEW_ROWS, GROUP_ROWS = 16, 64  # of a block: heads of a group, for as many tokens as fit
+FEW_ROWS = 16  # of a block, and GROUP: heads of a group, for as many tokens as fit
 GROUP_THREADS = 128
 VECTOR = 8  # numbers that strides of x are a multiple of
 
 
 def make_up_projection(
     *, heads: int, groups: int, inner: int, outer: int, dtype: str, transposed: bool, dependent: bool,
-    rows: int = GROUP_ROWS,
+    rows: int = GROUP,
 ):  # fmt: skip
     """A TileLang function ``up_projection``; tokens are a run-time value.
 
@@ -173,7 +174,7 @@ def make_up_projection(
         dtype: of all tensors.
         transposed: weights are [groups, outer, inner], else [groups, inner, outer].
         dependent: launch it as a programmatic dependent of the kernel before (sm_90 and newer).
-        rows: of a block, FEW_ROWS or GROUP_ROWS; at least H / groups.
+        rows: of a block, FEW_ROWS or GROUP; at least H / groups.
 
     The function's arguments: x [tokens, heads, inner] (run-time strides, multiples of 8), up (the weights) and out
     [tokens, heads, outer] (contiguous).
@@ -224,7 +225,6 @@ def make_up_projection(
     return up_projection
 
 
-HEAD_ROWS = 8  # of x: columns of an m16n8k16 instruction's second operand
 TILE = 16  # rows of the weight in a block
 HEAD_WARPS = 8  # of a block
 STEP = 32  # columns of a step: 16 bytes of a weight row for each of the four threads that share it
@@ -349,7 +349,7 @@ def launch_up_projection(x: Tensor, weight: Tensor, out: Tensor, transposed: boo
     tokens, heads, inner = x.shape
     _launch(
         compile_up_projection, x, weight, out, heads=heads, groups=len(weight), inner=inner, outer=out.shape[2],
-        transposed=transposed, rows=FEW_ROWS if tokens * heads <= FEW_ROWS * len(weight) else GROUP_ROWS,
+        transposed=transposed, rows=FEW_ROWS if tokens * heads <= FEW_ROWS * len(weight) else GROUP,
     )  # fmt: skip
 
 

@@ -158,8 +158,6 @@ def launch(
     """Runs decode and combine kernel; returns what ran, or None where there was nothing to run them on.
 
     Args:
-        op, shape, choice: the op, the compiled shape and its kernel.
-        data, block_table, out, lse: as in the op's schema, checked.
         settings: softmax_scale, causal, window (-1: none), sinks, and the op's own numbers.
         buffers: schedule, splits, partial_out and partial_lse of a plan.
         through: as :class:`Launch` takes it; there are pages then.
