@@ -87,15 +87,6 @@ def test_generated_and_named_text_share_the_tokens(source, tmp_path):
     assert sum(tuple(row) in rows for row in prose.tokens.tolist()) == len(prose) == len(blocks) / 2
 
 
-def test_both_generated_texts_share_the_tokens(source, tmp_path):
-    blocks, usual, diverse = (
-        made(source, name, tmp_path, tokens)
-        for name, tokens in (("generated+generated-diverse", 1024), ("generated", 512), ("generated-diverse", 512))
-    )
-    rows = sorted(map(tuple, [*usual.tokens.tolist(), *diverse.tokens.tolist()]))
-    assert sorted(map(tuple, blocks.tokens.tolist())) == rows and not torch.equal(usual.tokens, diverse.tokens)
-
-
 def test_the_converted_model_writes_a_share(source, tmp_path):
     """Of the short windows, the first; kept apart from the source's text, which stays what it was."""
     tiny.convert(source.folder, tmp_path / "converted", {"layout": "latent", "cache_ratio": 0.25, **tiny.SHORT})

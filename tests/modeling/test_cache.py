@@ -1,7 +1,5 @@
 """LatentCache: bytes to the number, contents, growth, and transformers' verbs on it."""
 
-import copy
-
 import pytest
 import torch
 
@@ -151,18 +149,6 @@ def test_pages_are_what_the_op_expects(case, expected, kind):
     assert shapes == {name: (3 * pages, 16, *numbers) for name, numbers in expected.items()}
     assert torch.equal(layer.block_table, torch.arange(3 * pages, dtype=torch.int32).view(3, pages))
     assert torch.equal(layer.cache_seqlens, torch.full((3,), 37, dtype=torch.int32))
-
-
-@pytest.mark.parametrize("case", ["per-group", "latent"])
-def test_a_copy_is_another_cache(case, kind):
-    """A prompt is prefilled once and continued several times."""
-    model = models.mla_model(case)
-    prompt = filled(model, models.tokens(2, 20), **kind)
-    more = models.tokens(2, 1)
-    first = next_logits(model, copy.deepcopy(prompt), more)
-    next_logits(model, copy.deepcopy(prompt), models.tokens(2, 1))
-    assert torch.equal(next_logits(model, copy.deepcopy(prompt), more), first)
-    assert int(prompt.get_seq_length()) == 20
 
 
 @pytest.mark.parametrize("backend", ["mla_reference", "mla_expanded"])

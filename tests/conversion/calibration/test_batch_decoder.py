@@ -21,14 +21,6 @@ def tokens(rows=3, length=LENGTH):
     return torch.randint(0, tiny.model().config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
 
 
-@torch.inference_mode()
-def test_steps_predict_what_a_forward_pass_predicts():
-    model, given = tiny.model(), tokens()
-    step = decoder(model, *given.shape)
-    predicted = torch.stack([step(column).clone() for column in given.T], 1)
-    torch.testing.assert_close(predicted, model(given).logits, rtol=1e-4, atol=1e-5)
-
-
 SLIDING = [{}, {"family": "mistral", "sliding_window": 7}]
 
 

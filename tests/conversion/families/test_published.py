@@ -43,15 +43,6 @@ HUB = {
         {"model.layers.1.self_attn.o_proj.weight": (4096, 4096)},
         {"sliding_windows": (4096, 4096)},
     ),
-    "Mistral-Nemo-Base-2407": (
-        {
-            "model_type": "mistral", "hidden_size": 5120, "intermediate_size": 14336, "num_attention_heads": 32,
-            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 131072, "rms_norm_eps": 1e-5,
-            "rope_theta": 1000000.0, "max_position_embeddings": 128000, "sliding_window": None,
-        },
-        {"model.layers.1.self_attn.q_proj.weight": (4096, 5120)},
-        {"head_dim": 128, "sliding_windows": (None, None)},
-    ),
     "Qwen2.5-0.5B": (
         {
             "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14,
