@@ -148,8 +148,7 @@ class Static(Codes, swap_ab_ws.Static):
 
 
 class ClusterStatic(Codes, swap_ab_cluster.Static):
-    def rope_lefts(self, column, half) -> list:
-        return super().rope_lefts(column, half)[:1]
+    pass
 
 
 class LatentStatic(Codes, latent_ws.Static):

@@ -199,3 +199,14 @@ def test_every_unit_of_a_piece_is_dequantised_once(problem, dtype, kernel):
     written = sorted(place for place in places if place[0] < codes.PIECE)
     assert written == [(token, unit) for token in range(codes.PIECE) for unit in range(k.units)]
     assert 2 * k.at_once * k.units <= k.wideners
+
+
+def test_every_chunk_of_rotary_keys_is_streamed():
+    """Of two chunks a CTA of a cluster loaded one, and waited for the other for ever."""
+    pytest.importorskip("tilelang", reason="TileLang is not installed")
+    from mha2mla.kernels.mla_decode import codes
+
+    shape = GroupCodesProblem(32, 8, 1024, 64, ()).shape()
+    k = codes.ClusterStatic(shape, select_kernel(shape, 90))
+    assert k.choice.kernel == "codes_cluster" and k.chunks == 2
+    assert [k.rope_lefts(0, half) for half in range(2)] == [[0, 128], [256, 384]]
