@@ -336,7 +336,7 @@ def demo(
     device: Device = None,
     output: str | None = None,
     prompt: str | None = None,
-    max_new_tokens: int = 48,
+    max_new_tokens: int = 40,
     json: Json = None,
 ) -> int:
     """Converts a small model to a sixth of its cache, and prints bytes, loss and both models' answers.
