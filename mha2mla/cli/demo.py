@@ -196,9 +196,10 @@ def run_demo(
     rows.insert(1, quantised)
     say("done")
     _print(rows, prompt, settings, dtype, output, more)
-    given = {"prompt": prompt, "max_new_tokens": max_new_tokens, "device": str(device), **vars(settings)}
-    given["dtype"] = str(dtype).removeprefix("torch.")
-    write_json(json, kind="demo", rows=rows, environment=collect_environment(), settings=given)
+    if json is not None:
+        given = {"prompt": prompt, "max_new_tokens": max_new_tokens, "device": str(device), **vars(settings)}
+        given["dtype"] = str(dtype).removeprefix("torch.")
+        write_json(json, kind="demo", rows=rows, environment=collect_environment(), settings=given)
     return rows
 
 

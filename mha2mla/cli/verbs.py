@@ -144,8 +144,9 @@ def heal(
     options = {"device": device, "dtype": torch_dtype(dtype), "overwrite": overwrite, "resume": resume, "log": log}
     found = run(source, converted, destination, preset=preset, text=text, **options, **given)
     print(found)
-    values = found.to_dict()
-    write_json(record, kind="healing", rows=values.pop("rows"), environment=collect_environment(), **values)
+    if record is not None:
+        values = found.to_dict()
+        write_json(record, kind="healing", rows=values.pop("rows"), environment=collect_environment(), **values)
 
 
 @app.command
@@ -257,8 +258,9 @@ def generate(
     )
     row = vars(done) | {"tokens_per_second": done.tokens_per_second, "answers": left}
     row |= {"cache_bytes_per_token": size, "cache_bytes": loop.cache.nbytes}
-    environment = collect_environment()
-    write_json(record, kind="generate", rows=[row], model=model, sampling=given, environment=environment)
+    if record is not None:
+        environment = collect_environment()
+        write_json(record, kind="generate", rows=[row], model=model, sampling=given, environment=environment)
 
 
 @app.command
