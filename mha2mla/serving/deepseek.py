@@ -34,9 +34,8 @@ Engine = Literal["transformers", "vllm", "sglang"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
 ENGINE_LATENTS = (256, 512)  # kv_lora_rank that MLA backends of vLLM take beside 64 rotary dims
 ENGINE_ROTARY = 64
-ENGINE_HEAD = (
-    128  # un-rotated dims of a key, and dims of a value: vLLM's prefill takes no other widths beside 64 rotary
-)
+# Un-rotated dims of a key, and dims of a value, that vLLM's prefill takes beside 64 rotary dims.
+ENGINE_HEAD = 128
 NEGLIGIBLE = 1e-6  # largest mean square of the scaled latent, in units of eps
 # Their layers are DeepSeek's: RMSNorm, attention, RMSNorm, gated MLP.
 _LIKE_DEEPSEEK = [name for name, family in FAMILIES.items() if family.llama_decoder and not family.qk_norm]
@@ -232,15 +231,15 @@ def layer_tensors(
     geometry = config.layer_geometry(layer)
     heads, latent, nope = geometry.num_attention_heads, geometry.kv_lora_rank, geometry.qk_nope_head_dim
     width, rope = latent_width(config, engine), frequencies.width
-    (more_nope, more_values), places = head_widths(geometry, engine), frequencies.places[layer]
-    more_nope, more_values = more_nope - nope, more_values - geometry.v_head_dim  # zeros behind each head's
+    (nope_width, value_width), places = head_widths(geometry, engine), frequencies.places[layer]
+    nope_zeros, value_zeros = nope_width - nope, value_width - geometry.v_head_dim  # behind each head's
     query, encoder = read("self_attn.q_proj.weight"), read("self_attn.kv_a_proj.weight")
     dtype = query.dtype
 
     q_nope, q_pe = query.double().unflatten(0, (heads, -1)).split((nope, geometry.qk_rope_head_dim), dim=1)
     # Their scores are divided by the root of the query's width there.
-    scale = config.softmax_scale * math.sqrt(nope + more_nope + rope)
-    q_nope, q_pe = pad(q_nope, (0, 0, 0, more_nope)), torch.stack([_interleaved(head, places, rope) for head in q_pe])
+    scale = config.softmax_scale * math.sqrt(nope_width + rope)
+    q_nope, q_pe = pad(q_nope, (0, 0, 0, nope_zeros)), torch.stack([_interleaved(head, places, rope) for head in q_pe])
     yield "self_attn.q_proj.weight", (scale * torch.cat((q_nope, q_pe), 1)).flatten(0, 1).to(dtype)
 
     c_rows, pe_rows = encoder.split((latent, geometry.qk_rope_head_dim))
@@ -262,12 +261,13 @@ def layer_tensors(
     # A power of two is exact in every dtype; what it misses of 1 / gain goes into the next product.
     weight = 2.0 ** round(-math.log2(gain))
     yield "self_attn.kv_a_layernorm.weight", torch.full((width,), weight, dtype=dtype)
-    k_up, v_up = read("self_attn.k_b_proj"), read("self_attn.v_b_proj")  # [heads, dims, latent]
-    maps = torch.cat((pad(k_up, (0, 0, 0, more_nope)), pad(v_up, (0, 0, 0, more_values))), 1).double() / (weight * gain)
+    k_up = pad(read("self_attn.k_b_proj"), (0, 0, 0, nope_zeros))  # [heads, dims, latent]
+    v_up = pad(read("self_attn.v_b_proj"), (0, 0, 0, value_zeros))
+    maps = torch.cat((k_up, v_up), 1).double() / (weight * gain)
     maps = maps.repeat_interleave(heads // maps.shape[0], 0).flatten(0, 1)
     yield "self_attn.kv_b_proj.weight", pad(maps, (0, width - latent)).to(dtype)
     out = read("self_attn.o_proj.weight").unflatten(1, (heads, -1))
-    yield "self_attn.o_proj.weight", pad(out, (0, more_values)).flatten(1)
+    yield "self_attn.o_proj.weight", pad(out, (0, value_zeros)).flatten(1)
 
 
 def _negligible_scale(rows: Tensor, norm: Tensor, width: int, eps: float) -> float:

@@ -54,7 +54,6 @@ def _declare(name: str, latent_dtype: torch.dtype | None, has_rope_cache: bool) 
     how: dict[str, bool] = {"has_rope_cache": has_rope_cache}
     how |= {} if is_coded else {"codes": latent_dtype == CODES}
     chosen = codes_selection if is_coded else selection
-    sizes = ("H", "G", "d_c", "d_r", "page", "S_q", "row")
     return PagedOp(
         name=name,
         arguments=(
@@ -65,7 +64,7 @@ def _declare(name: str, latent_dtype: torch.dtype | None, has_rope_cache: bool) 
         ),
         out=Argument("out", "B S_q H d_c"),
         shape=partial(_shape, has_rope_cache),
-        static=tuple(size for size in sizes if has_rope_cache or size != "G")[: None if is_coded else -1],
+        static=("H", *("G",) * has_rope_cache, "d_c", "d_r", "page", "S_q", *("row",) * is_coded),
         refusal=partial(chosen.refusal, **how),
         select=partial(chosen.select_kernel, **how),
         package="mha2mla.kernels.mla_decode",
