@@ -88,21 +88,20 @@ def draw(checkout: Path, picture: Path) -> None:
     """Writes a PNG of the rooms: who imports stands above, areas are lines of code, circles are red."""
     import matplotlib.pyplot as plt
 
-    trees = {path: ast.parse(path.read_text()) for path in sorted((checkout / PACKAGE).rglob("*.py"))}
+    files = {path: path.read_text() for path in sorted((checkout / PACKAGE).rglob("*.py"))}
+    trees = {path: ast.parse(text) for path, text in files.items()}
     rooms = rooms_of(import_graph(trees, checkout, lazy=True))
     lines: Counter[str] = Counter()
-    for path in trees:
-        lines[path.relative_to(checkout / PACKAGE).parts[0].removesuffix(".py")] += path.read_text().count("\n")
+    for path, text in files.items():
+        lines[path.relative_to(checkout / PACKAGE).parts[0].removesuffix(".py")] += text.count("\n")
     whole = networkx.condensation(rooms)  # a circle stands on one floor
-    places, around = {}, {}
+    places, group_of = {}, whole.graph["mapping"]
     for height, floor in enumerate(networkx.topological_generations(whole)):
         members = sorted(room for group in floor for room in whole.nodes[group]["members"])
         for index, room in enumerate(members):
             places[room] = ((index + 0.5) / len(members) + 0.02 * (height % 2), -height)
-    for group, members in whole.nodes(data="members"):
-        around |= dict.fromkeys(members, group)
     figure, axes = plt.subplots(figsize=(10, 1 + 0.75 * (1 - min(y for _, y in places.values()))), dpi=80)
-    in_circle = [around[one] == around[other] for one, other in rooms.edges]
+    in_circle = [group_of[one] == group_of[other] for one, other in rooms.edges]
     networkx.draw_networkx_edges(
         rooms, places, ax=axes, edge_color=["crimson" if each else "0.75" for each in in_circle], arrowsize=7, width=0.7
     )
@@ -114,7 +113,8 @@ def draw(checkout: Path, picture: Path) -> None:
     )
     circles = sum(len(members) > 1 for _, members in whole.nodes(data="members"))
     axes.set_title(
-        f"{len(rooms)} rooms, {len(rooms.edges)} arrows, {circles} circles, {sum(lines.values()):,} lines", fontsize=9
+        f"{len(rooms)} rooms, {len(rooms.edges)} arrows, {circles} circles of rooms, {sum(lines.values()):,} lines",
+        fontsize=9,
     )
     axes.axis("off")
     figure.savefig(picture, bbox_inches="tight")
