@@ -35,10 +35,9 @@ from benchmarks.measuring import Row, check_then_time, clean
 from benchmarks.recording import command
 from benchmarks.runner import Benchmark, speed_of
 from benchmarks.shapes import SpeedCase, Target, decode_case
-from mha2mla.kernels import gqa_decode, mla_decode, quantize_latent, read_codes
-from mha2mla.kernels.mla_decode.api import FP8
+from mha2mla.kernels import gqa_decode, mla_decode, read_codes
 from mha2mla.kernels.parallel_compilation import CompileJob, compile_job, compile_launches
-from mha2mla.kernels.split_kv.op import PagedOp, compiled_shape
+from mha2mla.kernels.split_kv.op import compiled_shape
 from mha2mla.testing.problems import (
     GQAProblem,
     GroupCodesProblem,
@@ -65,19 +64,6 @@ SHORT = (300, 64, 1, 2000)  # tokens of the sequences that are checked
 Call = Callable[..., Any]
 
 
-class E4M3Problem(Problem):
-    """Latents in e4m3 with a scale a token, beside kept rotary keys."""
-
-    @property
-    def op(self) -> PagedOp:
-        return FP8
-
-    def inputs(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> dict[str, Any]:
-        made = super().inputs(dtype, device)
-        made["latent_cache"], made["latent_scale"] = quantize_latent(made["latent_cache"])
-        return made
-
-
 def cases() -> list[SpeedCase]:
     target = Target(peers=(("kept_us",), 1.1))
     return [
@@ -101,7 +87,7 @@ def forms(coded: GroupCodesProblem) -> dict[str, PagedProblem]:
             f"codes{'' if bits == 4 else bits}_computed_us": LatentCodesProblem(heads, 1, d_c, d_r, bits=bits, **shared)
             for bits in (4, 3, 8)
         },
-        "e4m3_us": E4M3Problem(heads, 1, d_c, d_r, **shared),
+        "e4m3_us": Problem(heads, 1, d_c, d_r, codes=True, **shared),
         "e4m3_computed_us": LatentProblem(heads, 1, d_c, d_r, codes=True, **shared),
         "source_us": GQAProblem(heads, kv_heads, width, width, **shared),
     }

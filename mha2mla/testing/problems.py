@@ -6,7 +6,7 @@ Tests, benchmarks and ``mha2mla check kernels`` all draw from here; everything r
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels.gqa_decode.api import GQA, plan_gqa_decode
 from mha2mla.kernels.gqa_decode.selection import GQAShape
 from mha2mla.kernels.group_codes.api import GroupQuantizer
-from mha2mla.kernels.mla_decode.api import GROUP_CODES, LATENT, LATENT_CODES, LATENT_FP8, MLA, plan_mla_decode
+from mha2mla.kernels.mla_decode.api import FP8, GROUP_CODES, LATENT, LATENT_CODES, LATENT_FP8, MLA, plan_mla_decode
 from mha2mla.kernels.mla_decode.codes_selection import code_of
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent, quantize_latent
 from mha2mla.kernels.rope_append.api import LatentRope, rotary_keys
@@ -96,6 +96,7 @@ class Problem(PagedProblem):
     """One decode call over latents and rotary keys; ``combined``: views of one buffer [P, page, d_c + G*d_r].
 
     Attributes: ``heads``, ``num_rope_heads``, ``kv_lora_rank``, ``qk_rope_head_dim``: H, G, d_c, d_r.
+        codes: latents are e4m3 numbers with a scale a token, both NaN where no query looks (and no view then).
     """
 
     heads: int
@@ -103,9 +104,13 @@ class Problem(PagedProblem):
     kv_lora_rank: int
     qk_rope_head_dim: int
     lengths: tuple[int, ...]
+    codes: bool = field(default=False, kw_only=True)
 
-    op = MLA
     softmax_scale = 0.09
+
+    @property
+    def op(self) -> PagedOp:
+        return FP8 if self.codes else MLA
 
     @property
     def geometry(self) -> MLAGeometry:
@@ -114,11 +119,13 @@ class Problem(PagedProblem):
     @property
     def columns(self) -> dict[str, int]:
         widths = {"d_c": self.kv_lora_rank, "d_r": self.qk_rope_head_dim}
-        return {"H": self.heads, "G": self.num_rope_heads} | widths | {"page": self.page_size, "S_q": self.seqlen_q}
+        sizes = {"H": self.heads, "G": self.num_rope_heads} | widths | {"page": self.page_size, "S_q": self.seqlen_q}
+        return sizes | ({"bits": 8} if self.codes else {})
 
     def cache_bytes(self, itemsize: int = 2) -> int:
         """Bytes of cache that a call has to read, once."""
-        return self.tokens_seen() * self.geometry.cache_bytes_per_token(itemsize)
+        saved = self.kv_lora_rank * (itemsize - 1) - 4 if self.codes else 0
+        return self.tokens_seen() * (self.geometry.cache_bytes_per_token(itemsize) - saved)
 
     def flops(self) -> int:
         """Multiplications and additions of the call, every new token taken to see all that the last one sees."""
@@ -163,6 +170,7 @@ class Problem(PagedProblem):
         read = padded.view(batch, -1, tile).any(2).repeat_interleave(tile // page, 1)[:, :max_pages]
         table.masked_fill_(~read, UNUSED_PAGE)
         shape = (batch, self.seqlen_q, self.heads)
+        latent, scale = quantize_latent(latent) if self.codes else (latent, None)
         return {
             "q_latent": normal(*shape, width) * self.scale,
             "q_pe": normal(*shape, self.qk_rope_head_dim) * self.scale,
@@ -173,6 +181,7 @@ class Problem(PagedProblem):
             "cache_starts": starts,
             "softmax_scale": self.softmax_scale,
             "causal": self.causal,
+            **({} if scale is None else {"latent_scale": scale}),
         }
 
     def _seen(self, capacity: int, device: torch.device) -> Tensor:
@@ -204,24 +213,15 @@ class LatentProblem(Problem):
         scaling: of :class:`LatentRope`.
         first_position: rotary position of a sequence's first token; pages get offsets where it is not 0.
         shuffled: each page gets an offset of its own, up to 2**17.
-        codes: latents are e4m3 numbers with a scale a token (and no view then).
     """
 
     scaling: float = 1.0
     first_position: int = 0
     shuffled: bool = False
-    codes: bool = False
 
     @property
     def op(self) -> PagedOp:
         return LATENT_FP8 if self.codes else LATENT
-
-    @property
-    def columns(self) -> dict[str, int]:
-        return super().columns | ({"bits": 8} if self.codes else {})
-
-    def cache_bytes(self, itemsize: int = 2) -> int:
-        return self.tokens_seen() * (self.kv_lora_rank + 4) if self.codes else super().cache_bytes(itemsize)
 
     @property
     def geometry(self) -> MLAGeometry:
@@ -253,8 +253,6 @@ class LatentProblem(Problem):
             self.scaling,
             None if offsets is None else offsets.int(),
         )
-        if self.codes:
-            made["latent_cache"], made["latent_scale"] = quantize_latent(made["latent_cache"])
         return made | {"rope_cache": None, "rope": rope}
 
 

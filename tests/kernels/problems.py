@@ -7,18 +7,18 @@ import random
 
 import torch
 
-from mha2mla.kernels import gqa_decode, mla_decode, quantize_latent
+from mha2mla.kernels import gqa_decode, mla_decode
 from mha2mla.kernels.gqa_decode import selection as gqa_selection
 from mha2mla.kernels.gqa_decode.api import GQA
 from mha2mla.kernels.mla_decode import codes_selection
 from mha2mla.kernels.mla_decode import selection as mla_selection
-from mha2mla.kernels.mla_decode.api import FP8, GROUP_CODES, LATENT_CODES
+from mha2mla.kernels.mla_decode.api import GROUP_CODES, LATENT_CODES
 from mha2mla.kernels.split_kv.choice import FIELDS, KernelChoice
 from mha2mla.kernels.split_kv.op import PagedOp
 from mha2mla.kernels.split_kv.reference import Fragment, attended_span, plan_fragments, write_schedule
 from mha2mla.testing.kernel_check import schedule_error
 from mha2mla.testing.numeric_check import errors
-from mha2mla.testing.problems import UNUSED_PAGE, GQAProblem, PagedProblem, Problem, exact, judge, sequences
+from mha2mla.testing.problems import UNUSED_PAGE, GQAProblem, PagedProblem, exact, judge, sequences
 
 NO_WINDOW = 2**30  # as launch.py, which imports TileLang
 
@@ -36,17 +36,6 @@ def torch_at(inputs: dict, dtype: torch.dtype, window: int | None = None, sinks:
 def assert_right(inputs: dict, out: torch.Tensor, lse: torch.Tensor | None, **visibility) -> None:
     judgement = judge(inputs, out, lse, **visibility)
     assert judgement.ok, judgement.reason
-
-
-class CodesProblem(Problem):
-    """One decode call over e4m3 latents and rotary keys; codes and scales are NaN where no query looks."""
-
-    op = FP8
-
-    def inputs(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> dict:
-        made = super().inputs(dtype, device)
-        made["latent_cache"], made["latent_scale"] = quantize_latent(made["latent_cache"])
-        return made
 
 
 def name(problem: PagedProblem) -> str:

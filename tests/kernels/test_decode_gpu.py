@@ -25,7 +25,6 @@ from mha2mla.testing.problems import (
 from tests.few import few
 from tests.gpu import graph_of, no_waits
 from tests.kernels.problems import (
-    CodesProblem,
     assert_right,
     decode,
     empty_out,
@@ -122,15 +121,15 @@ LATENT_CODES = [
     LatentProblem(128, 1, 496, 24, (65, 300), codes=True),
 ]
 STORED_CODES = [
-    CodesProblem(32, 1, 512, 64, (*EDGES, 127, 128, 129, 2000)),
-    CodesProblem(32, 1, 512, 64, (0, 1, 15, 16, 17, 700), page_size=16),
-    CodesProblem(16, 1, 512, 64, (5, 300, 1000)),
-    CodesProblem(32, 8, 512, 16, (1, 4000)),
-    CodesProblem(9, 3, 80, 24, (5, 300), page_size=128),
-    CodesProblem(40, 40, 192, 8, (65, 300)),
-    CodesProblem(128, 1, 512, 64, (65, 300)),
-    CodesProblem(1, 1, 16, 8, (1, 300)),
-    CodesProblem(24, 24, 320, 16, (3, 190)),
+    Problem(32, 1, 512, 64, (*EDGES, 127, 128, 129, 2000), codes=True),
+    Problem(32, 1, 512, 64, (0, 1, 15, 16, 17, 700), page_size=16, codes=True),
+    Problem(16, 1, 512, 64, (5, 300, 1000), codes=True),
+    Problem(32, 8, 512, 16, (1, 4000), codes=True),
+    Problem(9, 3, 80, 24, (5, 300), page_size=128, codes=True),
+    Problem(40, 40, 192, 8, (65, 300), codes=True),
+    Problem(128, 1, 512, 64, (65, 300), codes=True),
+    Problem(1, 1, 16, 8, (1, 300), codes=True),
+    Problem(24, 24, 320, 16, (3, 190), codes=True),
 ]
 GROUP_CODES = [
     GroupCodesProblem(32, 1, 512, 64, (*EDGES, 127, 128, 129, 2000)),
@@ -203,8 +202,8 @@ NEW_TOKENS = [
     Problem(24, 1, 960, 64, ()),
     LatentProblem(*WS, ()),
     LatentProblem(*WIDE, (), codes=True),
-    CodesProblem(16, 1, 512, 64, ()),
-    CodesProblem(6, 2, 64, 16, ()),
+    Problem(16, 1, 512, 64, (), codes=True),
+    Problem(6, 2, 64, 16, (), codes=True),
     GroupCodesProblem(32, 1, 512, 64, ()),
     GroupCodesProblem(32, 1, 1024, 64, ()),
     GroupCodesProblem(6, 2, 64, 16, (), bits=8),

@@ -16,11 +16,10 @@ from mha2mla.kernels import GroupQuantizer, decodes_codes, mla_decode
 from mha2mla.kernels.mla_decode.api import GROUP_CODES, LATENT_CODES
 from mha2mla.kernels.mla_decode.codes_selection import code_of, refusal, select_kernel
 from mha2mla.kernels.split_kv.choice import tile_rows
-from mha2mla.testing.problems import GroupCodesProblem, LatentCodesProblem, exact
+from mha2mla.testing.problems import GroupCodesProblem, LatentCodesProblem, Problem, exact
 from tests.few import few
 from tests.kernels.compiled import for_cpu, gate_choice
 from tests.kernels.problems import (
-    CodesProblem,
     assert_right,
     kernels_of,
     name,
@@ -44,11 +43,11 @@ COMPUTED = [
     LatentCodesProblem(4, 1, 96, 24, (500, 129), page_size=128, seqlen_q=4, window=70, sinks=5),
 ]
 E4M3_SHAPES = [
-    CodesProblem(32, 1, 512, 64, (0, 1, 63, 64, 65, 700)),
-    CodesProblem(9, 3, 80, 16, (5, 130), page_size=16),
-    CodesProblem(8, 8, 64, 8, (3, 70, 66), seqlen_q=2),
-    CodesProblem(4, 2, 48, 16, (90, 70), starts=(3, 65)),
-    CodesProblem(4, 1, 64, 16, (500,), window=70, sinks=5),
+    Problem(32, 1, 512, 64, (0, 1, 63, 64, 65, 700), codes=True),
+    Problem(9, 3, 80, 16, (5, 130), page_size=16, codes=True),
+    Problem(8, 8, 64, 8, (3, 70, 66), seqlen_q=2, codes=True),
+    Problem(4, 2, 48, 16, (90, 70), starts=(3, 65), codes=True),
+    Problem(4, 1, 64, 16, (500,), window=70, sinks=5, codes=True),
 ]
 
 

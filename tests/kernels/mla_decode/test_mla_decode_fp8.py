@@ -11,7 +11,7 @@ from mha2mla.kernels.mla_decode.quantization import CODES, SMALLEST_SCALE
 from mha2mla.kernels.mla_decode.selection import column_of_code
 from mha2mla.testing.numeric_check import errors
 from mha2mla.testing.problems import Problem, exact
-from tests.kernels.problems import CodesProblem, torch_at
+from tests.kernels.problems import torch_at
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -45,7 +45,7 @@ def test_rows_that_are_zero_tiny_or_not_finite():
 def test_error_beside_the_original_cache():
     """Loss against the unquantised cache: about the relative error of e4m3 (2^-5 on average)."""
     size = (8, 1, 128, 16, (300, 200))
-    original, inputs = (kind(*size).inputs(torch.float64) for kind in (Problem, CodesProblem))
+    original, inputs = (Problem(*size, codes=codes).inputs(torch.float64) for codes in (False, True))
     expected, _ = exact(original)
     assert 1e-3 < errors(mla_decode(**inputs), expected)[0] < 0.06
     assert errors(torch_at(original, torch.float64), expected)[0] < 1e-12
@@ -61,7 +61,7 @@ def test_error_beside_the_original_cache():
     ],
 )
 def test_refusals_name_the_argument(change, message):
-    inputs = CodesProblem(4, 2, 32, 8, (5,)).inputs(torch.float32)
+    inputs = Problem(4, 2, 32, 8, (5,), codes=True).inputs(torch.float32)
     with pytest.raises(ValueError, match=message):
         mla_decode(**inputs | change)
 
@@ -74,7 +74,7 @@ def test_explain():
 
 
 def test_opcheck():
-    inputs = CodesProblem(4, 2, 32, 8, (5, 70)).inputs(torch.bfloat16)
+    inputs = Problem(4, 2, 32, 8, (5, 70), codes=True).inputs(torch.bfloat16)
     names = ("q_latent", "q_pe", "latent_cache", "latent_scale", "rope_cache", "block_table", "cache_seqlens")
     arguments = (*(inputs[name].nan_to_num() if name == "latent_scale" else inputs[name] for name in names), None)
     fit = ("test_faketensor", "test_autograd_registration")  # the others compare e4m3 arguments, which torch cannot
