@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.recording import Recording, command
 from benchmarks.vllm_engine import EngineSettings, engine, greedy, prompts_of
-from benchmarks.vllm_exact import judge
+from benchmarks.vllm_serving import judge
 from mha2mla.modeling import MHA2MLAConfig
 from mha2mla.serving.export import export
 

@@ -1,4 +1,4 @@
-"""The study of healing on a tiny model, from conversion to table, and the speeds of its parts."""
+"""The study of healing on a tiny model, from conversion to table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mha2mla
-from benchmarks import healing, healing_speed, healing_table
+from benchmarks import healing
 from mha2mla.pipeline.run import convert
 from tests.conversion import tiny
 from tests.ops import FunctionCalls
@@ -105,40 +105,9 @@ def test_a_conversion_has_the_arm_that_held_out_windows_choose(tmp_path, capsys)
     ]
     file = tmp_path / "rows.json"
     file.write_text(json.dumps({"rows": rows, "compared": {"lengths": [512, 8192]}}))
-    assert healing_table.table([str(file)])
+    assert healing.table([str(file)])
     assert capsys.readouterr().out.splitlines() == [
         "| bytes kept | before, 512 / 8,192 | after | held-out KL | trained | time |",
         "|---|---|---|---|---|---|",
         "| 0.1875, 16 bits | 1.450 / 1.500 | 1.100 / 1.200 | 0.400 → 0.200 | all weights, 1e-04, 2.0M tokens | 21 s |",
     ]
-
-
-def test_steps_and_passes_have_their_parts(tiny_source, tiny_converted, tmp_path):
-    file = tmp_path / "rows.json"
-    assert healing_speed.text(str(tiny_source), batches=[2], long_batches=[3], device="cpu", json=str(file))
-    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
-    assert [(row["way"], row["batch"]) for row in rows] == [
-        *(("paged", 2), ("static", 2), ("paged", 3), ("static", 3), ("loop", 2), ("loop", 3))
-    ]
-    assert all(row["wall_ms"] > 0 and row["host_ms"] > 0 for row in rows)
-    file = tmp_path / "passes.json"
-    sizes = {
-        "device": "cpu",
-        "json": str(file),
-        "tokens": 128,
-        "lengths": [32],
-        "train": ["attention"],
-        "compiled": [False],
-    }
-    assert healing_speed.passes(str(tiny_source), str(tiny_converted), **sizes)
-    loss, row = json.loads(file.read_text(encoding="utf-8"))["rows"]
-    parts = row["source_ms"] + row["student_ms"] + row["loss_ms"] + row["backward_ms"]
-    assert loss["loss_ms"] > 0 and 0 < row["backward_ms"] < parts and row["tokens_per_s"] > 0
-
-
-def test_a_part_that_fails_leaves_the_others(tiny_source, tmp_path):
-    rows = healing_speed.Rows("healing-passes", None, 60.0)
-    rows.attempt({"way": "none"}, lambda: {}["missing"])
-    rows.attempt({"way": "other"}, lambda: {"wall_ms": 1.0})
-    first, second = rows.table.rows
-    assert first["status"].startswith("KeyError") and "status" not in second
