@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from mha2mla.conversion import target
 from mha2mla.conversion.families import ADAPTERS
 from mha2mla.conversion.recipe import Recipe
+from mha2mla.geometry import MLAGeometry
+from mha2mla.kernels import decodes_codes
 from mha2mla.kernels.attention_varlen import api as varlen
 from mha2mla.kernels.mla_decode import selection
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
@@ -43,6 +46,12 @@ def test_conversion_aims_at_what_kernels_take():
     assert target.WIDEST_LATENT == selection.MAX_LATENT
     assert target.WIDEST_ROTARY == selection.MAX_ROPE_ALONE
     assert target.FUSED_WIDTH == varlen.MAX_WIDTH
+    widths = (target.WIDEST_CODES_OF_WIDE_ROTARY, target.WIDEST_ROTARY)
+    codes = MLAGeometry(32, 1, *widths, rope_from_latent=True, latent_bits=4)
+    wider = replace(codes, kv_lora_rank=codes.kv_lora_rank + 32)
+    narrow = replace(wider, qk_rope_head_dim=target.NARROW_ROTARY)
+    found = [decodes_codes(each, 64, torch.bfloat16, "cuda") for each in (codes, wider, narrow)]
+    assert found == [True, False, True]
 
 
 # Key-value heads, their width, cache ratio, 8-bit latents → what has kernels in latent, shared and per-group: Decode,

@@ -209,7 +209,7 @@ class Recipe:
         )
         if latent.bits == "auto":
             made(bits=min(LATENT_BITS))  # refuses a budget of less than a group
-        return made(bits=latent.bits if isinstance(latent.bits, int) else 16)
+        return made(bits=latent.bits if isinstance(latent.bits, int) else None)
 
     def geometries(
         self, spec: SourceSpec, ranks: list[int] | None = None, bits: list[int] | None = None

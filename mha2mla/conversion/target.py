@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from mha2mla.conversion.stages import Check, Stage, int_from, is_int, one_of, positive
-from mha2mla.geometry import MLAGeometry, code_bytes
+from mha2mla.geometry import LATENT_BITS, MLAGeometry, code_bytes
 
 if TYPE_CHECKING:
     from mha2mla.conversion.families import SourceSpec
@@ -26,6 +26,7 @@ WIDEST_ROTARY = 128  # that they compute from the latent
 # Over 1,024 numbers they compute 64 rotary dims in 185 µs and 128 in 2,096 (docs/notes/decode.md): wider latents than
 # this get no more than 64.
 WIDEST_LATENT_OF_WIDE_ROTARY, NARROW_ROTARY = 768, 64
+WIDEST_CODES_OF_WIDE_ROTARY = 512  # the same of latents that are integer codes: wider ones have no kernel
 WIDTHS = ("cache_ratio", "kv_lora_rank", "qk_rope_head_dim")  # together one target: one of them replaces all of another
 _WIDTH = 1 << 24
 
@@ -54,11 +55,11 @@ class Layout:
         room = FUSED_WIDTH - self.nope_width(head_dim, 0)
         return self.rope_share if self.per_group or room < GRANULE else min(self.rope_share, room / max(budget, 1))
 
-    def free_width(self, key_width: int, head_dim: int, rank: int) -> int:
+    def free_width(self, key_width: int, head_dim: int, rank: int, has_codes: bool) -> int:
         """d_r where it costs no cache: the widest that fast kernels serve at d_c = ``rank``, with keys of at most
         :data:`FUSED_WIDTH` where there is room for a rotary part at all."""
         room = FUSED_WIDTH - head_dim
-        widest = NARROW_ROTARY if WIDEST_LATENT_OF_WIDE_ROTARY < rank <= WIDEST_LATENT else WIDEST_ROTARY
+        widest = NARROW_ROTARY if _widest_of_wide_rotary(has_codes) < rank <= WIDEST_LATENT else WIDEST_ROTARY
         widest = min(widest, room // GRANULE * GRANULE) if room >= GRANULE else widest
         return min(widest, key_width // 2 * 2)
 
@@ -72,10 +73,14 @@ LAYOUTS: Mapping[LayoutName, Layout] = MappingProxyType(
 )
 
 
+def _widest_of_wide_rotary(has_codes: bool) -> int:
+    return WIDEST_CODES_OF_WIDE_ROTARY if has_codes else WIDEST_LATENT_OF_WIDE_ROTARY
+
+
 def fast_rank(geometry: MLAGeometry) -> int:
     """d_c up to which a layer with these rotary keys is decoded by a fast kernel."""
     is_wide = not geometry.has_rope_cache and geometry.qk_rope_head_dim > NARROW_ROTARY
-    return WIDEST_LATENT_OF_WIDE_ROTARY if is_wide else WIDEST_LATENT
+    return _widest_of_wide_rotary(geometry.has_codes) if is_wide else WIDEST_LATENT
 
 
 @dataclass(frozen=True)
@@ -126,13 +131,20 @@ class Target(Stage):
             object.__setattr__(self, "cache_ratio", DEFAULT_CACHE_RATIO)
 
     def geometry(
-        self, spec: SourceSpec, rope_share: float | None, *, per_query_head: bool, bits: int = 16, group: int = 32
+        self,
+        spec: SourceSpec,
+        rope_share: float | None,
+        *,
+        per_query_head: bool,
+        bits: int | None = 16,
+        group: int = 32,
     ) -> MLAGeometry:
         """The geometry of a converted layer of ``spec``.
 
         Args:
             rope_share: of a ``cache_ratio``'s budget; None: the layout's own.
             per_query_head: whether W_UK and W_UV are given per query head.
+            bits: None where layers have their own: 16 in what is returned, with rotary keys for the widest latent.
 
         Raises:
             ValueError: the target does not fit the source (more pairs or more rank than it has, or a budget too small);
@@ -143,7 +155,7 @@ class Target(Stage):
         groups = kv_heads if layout.per_group else 1
         key_width = kv_heads * head_dim
         all_pairs = key_width // groups
-        if bits < 16 and layout.has_rope_cache:
+        if bits != 16 and layout.has_rope_cache:
             raise ValueError(f"latent.bits is {bits} in the {self.layout} layout; expected 16, or layout: latent")
         rope, rank = self._widths(key_width, head_dim, groups, rope_share, bits, group)
         if rope > all_pairs:
@@ -167,26 +179,27 @@ class Target(Stage):
             num_key_value_heads=kv_heads,
             num_up_projection_heads=spec.num_attention_heads if per_query_head else kv_heads,
             rope_from_latent=not layout.has_rope_cache,
-            latent_bits=bits,
+            latent_bits=bits or 16,
             latent_group=group,
         )
 
     def _widths(
-        self, key_width: int, head_dim: int, groups: int, rope_share: float | None, bits: int, group: int
+        self, key_width: int, head_dim: int, groups: int, rope_share: float | None, bits: int | None, group: int
     ) -> tuple[int, int]:
         """d_r and d_c."""
         if self.kv_lora_rank is not None:
             return self.qk_rope_head_dim, self.kv_lora_rank
         all_pairs, layout = key_width // groups, LAYOUTS[self.layout]
         budget = math.floor(self.cache_ratio * 2 * key_width + 1e-9)
-        granule = GRANULE
-        if bits < 16:  # elements that the budget's bytes hold in codes
-            granule, budget = group, 2 * budget // code_bytes(group, bits, group) * group
+        granule, coded = GRANULE, 2 * budget // code_bytes(group, bits or min(LATENT_BITS), group) * group
+        if bits is not None and bits < 16:  # elements that the budget's bytes hold in codes
+            granule, budget = group, coded
         if self.cache_ratio == 1.0 or budget >= 2 * key_width:
             return all_pairs, key_width if layout.has_rope_cache else 2 * key_width
         if not layout.has_rope_cache:
             rank = self._rank(budget, 0, "nothing rotary", granule)
-            return layout.free_width(key_width, head_dim, rank), rank
+            widest = rank if bits else max(rank, min(coded, WIDEST_LATENT))
+            return layout.free_width(key_width, head_dim, widest, bits != 16), rank
         if rope_share is None:
             rope_share = layout.share_of(budget, head_dim)
         rope = max(GRANULE, GRANULE * math.floor(rope_share * budget / groups / GRANULE + 0.5))
@@ -197,9 +210,9 @@ class Target(Stage):
         """d_c of what ``rotary`` numbers leave of a budget."""
         rank = (budget - rotary) // granule * granule
         if rank < granule:
+            others = ", or the shared or latent layout" if LAYOUTS[self.layout].has_rope_cache else ""
             raise ValueError(
                 f"cache_ratio is {self.cache_ratio}, {budget} numbers per token and layer, of which {what} leaves"
-                f" {budget - rotary} for the latent; expected {granule} or more: use a larger ratio, or the shared or"
-                " latent layout"
+                f" {budget - rotary} for the latent; expected {granule} or more: use a larger ratio{others}"
             )
         return rank

@@ -235,7 +235,7 @@ def _cache_ratio(config: MHA2MLAConfig) -> str:
         sum(layer.cache_bytes_per_token(2) for layer in each) / before
         for each in (layers, [layer.with_stored_keys for layer in layers])
     )
-    return f"{alone:.2f}" + ("" if config.has_rope_cache else f", {kept:.2f} with rotary keys kept")
+    return f"{alone:.4g}" + ("" if config.has_rope_cache else f", {kept:.4g} with rotary keys kept")
 
 
 def _healing(record: Mapping[str, Any]) -> str:

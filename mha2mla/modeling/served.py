@@ -13,7 +13,7 @@ from itertools import groupby
 import torch
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernels import absorbs_up_to, is_absorbed
+from mha2mla.kernels import absorbs_up_to, decodes_codes, is_absorbed
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.cache_layout import PAGE_SIZE
 from mha2mla.modeling.config import MHA2MLAConfig
@@ -70,6 +70,7 @@ class LayerAttention:
         batch_reason: what those refuse that come before it, or what it refuses itself; empty if nothing.
         sliding_window: tokens up to itself that a query sees, by the source's window or the user's; None: all.
         compiled: decode runs a kernel that was written for it, in both ways of calling the model.
+        decodes_codes: a decode step reads the latent's integer codes, and not a copy of its pages in 16 bits.
     """
 
     layer_idx: int
@@ -82,6 +83,7 @@ class LayerAttention:
     batch_reason: str
     device: torch.device
     compiled: bool
+    decodes_codes: bool
 
     @property
     def why(self) -> str:
@@ -90,8 +92,9 @@ class LayerAttention:
 
     def __str__(self) -> str:
         batches = "refused" if self.batch_backend is None else self.batch_backend.name
-        codes = f", over a copy of codes of {self.geometry.latent_bits} bits"
-        return f"{self.form}, {self.backend}; batches: {batches}{codes if self.geometry.has_codes else ''}"
+        copy = "" if self.decodes_codes else "a copy of "
+        codes = f"; decode reads {copy}codes of {self.geometry.latent_bits} bits" if self.geometry.has_codes else ""
+        return f"{self.form}, {self.backend}; batches: {batches}{codes}"
 
 
 class AttentionReport(list[LayerAttention]):
@@ -146,7 +149,7 @@ def what_serves(
         else:
             form = ("expanded", expanded, f"{query_length} new tokens; the absorbed form costs less for up to {short}")
         compiled = all(each is not None and each.compiled for each in (backend, batches))
-        served[geometry] = (*form, batches, batch_reason, device, compiled)
+        served[geometry] = (*form, batches, batch_reason, device, compiled, decodes_codes(geometry, *where))
     return tuple(
         LayerAttention(index, geometry, config.layer_attention_window(index)[0], *served[geometry])
         for index, geometry in enumerate(geometries)

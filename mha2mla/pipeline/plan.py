@@ -205,7 +205,9 @@ def _converted_row(
     row = {"d_c": whole.kv_lora_rank, **({"bits": whole.latent_bits} if whole.has_codes else {})}
     row |= {"G": whole.num_rope_heads, "d_r": whole.qk_rope_head_dim, "kernel": kernel}
     why = "no prediction: this kernel is slower than its bytes" if kernel == PORTABLE else why
-    why = "no prediction: times over codes are not modelled" if geometry.has_codes else why
+    if geometry.has_codes:
+        copied = "" if kernel is None or kernel.startswith("codes_") else "; decode copies them in 16 bits first"
+        why = f"no prediction: times over codes are not modelled{copied}"
     row |= {"note": why, "kernel_8_bit": eight_bits}
     row |= _capacity(after, machine, context, is_served=not why)
     if "step_ms_largest" in row:

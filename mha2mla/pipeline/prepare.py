@@ -48,7 +48,7 @@ class Prepared:
     """A plan with what took work to find out.
 
     Attributes:
-        geometry: of every layer, but for the rank and for bits that are chosen.
+        geometry: of every layer, but for the rank; the first layer's where bits are by layer.
         searches: what was chosen, and what each choice would have lost.
     """
 
@@ -121,7 +121,9 @@ def prepare(
     for each in (text, search):
         if isinstance(each, Span):
             each.skip()
-    return Prepared(plan, geometry, replace(walk, geometries=recipe.geometries(spec, ranks, bits)), searches)
+    geometries = recipe.geometries(spec, ranks, bits)
+    geometry = geometry if isinstance(recipe.latent.bits, int) else geometries[0]
+    return Prepared(plan, geometry, replace(walk, geometries=geometries), searches)
 
 
 def _measured_ranks(

@@ -238,7 +238,10 @@ def make_report(
 
 
 def note_on_steps(config: MHA2MLAConfig, geometry: MLAGeometry, spec: SourceSpec) -> str:
-    """Predicted decode steps of both rotary widths that a conversion may have; empty where there is no choice."""
+    """Predicted decode steps of both rotary widths that a conversion may have; empty where there is no choice, and for
+    codes, over which times are not modelled."""
+    if any(config.layer_geometry(layer).has_codes for layer in range(config.num_hidden_layers)):
+        return ""
     gpu, (batch, context) = GPUS[DEFAULT_GPU], NOTED_STEP
     model = footprint(config, geometry, spec)
     steps = steps_by_rotary_width(model, geometry, spec, gpu, batch, context)

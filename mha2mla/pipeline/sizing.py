@@ -6,18 +6,19 @@ Times are bounds by bytes and products; docs/notes/sizing.md says how far measur
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import astuple, dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from mha2mla.checkpoints import did_you_mean
+from mha2mla.geometry import MLAGeometry, code_bytes
 from mha2mla.modeling.cache_layout import PAGE_SIZE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from mha2mla.conversion.families import SourceSpec
-    from mha2mla.geometry import MLAGeometry
 
 ITEMSIZE = 2  # bytes: weights and caches are bfloat16
 MEMORY_SHARE = 0.9  # for weights and cache, as eval latency takes
@@ -247,12 +248,21 @@ def steps_by_rotary_width(
 def decode_kernel(geometry: MLAGeometry, capability: int, *, codes: bool = False) -> tuple[str | None, str | None]:
     """Kernel that decodes a layer on a GPU of this compute capability (90: Hopper), or None and the limit exceeded.
 
+    Where none reads the integer codes of ``geometry``, it is the kernel over a copy of them in 16 bits.
+
     Args:
         codes: the latent is cached in 8 bits (e4m3).
     """
+    from mha2mla.kernels.mla_decode import codes_selection
     from mha2mla.kernels.mla_decode.selection import DecodeShape, refusal, select_kernel
 
     shape, cache = DecodeShape.of(geometry, PAGE_SIZE, "bfloat16"), {"has_rope_cache": geometry.has_rope_cache}
+    if geometry.has_codes:
+        row = code_bytes(geometry.kv_lora_rank, geometry.latent_bits, geometry.latent_group)
+        coded = codes_selection.CodedShape(*astuple(shape), row)
+        with suppress(ValueError):  # no kernel fits
+            if not codes_selection.refusal(coded, **cache):
+                return codes_selection.select_kernel(coded, capability, **cache).kernel, None
     if why := refusal(shape, codes=codes, **cache):
         return None, why
     try:

@@ -182,6 +182,18 @@ def test_rotary_keys_of_the_latent_are_as_wide_as_fast_kernels_go(kv_heads, head
         assert geometry.cache_numel_per_token == geometry.kv_lora_rank == ratio * 2 * kv_heads * head_dim
 
 
+@pytest.mark.parametrize(
+    ("bits", "ratio", "rope"),
+    [(4, 0.16, 128), (4, 0.17, 64), ("auto", 0.0625, 128), ("auto", 0.08, 64), ([4], 0.08, 64)],
+)
+def test_rotary_keys_of_codes_are_as_wide_as_their_kernels_go(bits, ratio, rope):
+    """128 of up to 512 elements; those that 3 bits hold where bits are by layer."""
+    source = spec(**{**SMOLLM2, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128})
+    ranks = {"latent.ranks": [64]} if isinstance(bits, list) else {}
+    recipe = MinimalRecipe(layout="latent", cache_ratio=ratio, **{"latent.bits": bits}, **ranks)
+    assert recipe.geometry(source).qk_rope_head_dim == rope
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "keys", [SMOLLM2, {**SMOLLM2, "num_key_value_heads": 9}, {"num_key_value_heads": 1, "head_dim": 64}]

@@ -86,8 +86,8 @@ def test_ranks_by_layer_shards_records_and_files(converted, tmp_path):
     assert [row["bytes_per_token_and_layer"] for row in kept.geometries] == [4 * 40, 4 * 32]
     assert {row["rotary_keys"] for row in kept.geometries} == {"kept beside the latent"}
     # Of 2 layers, keys and values, 2 kv heads of width 16.
-    assert inspect_checkpoint(converted).summary["cache ratio"] == f"{56 / 128:.2f}"
-    both = f"{56 / 128:.2f}, {72 / 128:.2f} with rotary keys kept"
+    assert inspect_checkpoint(converted).summary["cache ratio"] == f"{56 / 128:.4g}"
+    both = f"{56 / 128:.4g}, {72 / 128:.4g} with rotary keys kept"
     assert kept.summary["cache ratio"] == inspected.summary["cache ratio"] == both
     assert {row["rotary_keys"] for row in inspect_checkpoint(converted).geometries} == {"cached"}
     assert tiny.difference(tmp_path / "out", converted) <= 1e-5

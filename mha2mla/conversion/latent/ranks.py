@@ -66,7 +66,7 @@ def choose_layer_ranks(
     if is_auto:  # the narrowest codes hold the widest latent
         budget, bits = math.floor(walk.recipe.target.cache_ratio * source + 1e-9), sorted(LATENT_BITS)
         mean = budget // code_bytes(group, bits[0], group) * group
-    most = most_rank(geometry, step, mean)
+    most = most_rank(replace(geometry, latent_bits=min(bits)), step, mean)
     ranks = sorted({min(most, max(step, round(factor * mean / step) * step)) for factor in FACTORS})
     fitted, judged = walk.windows.divided(_FITTED_TOKENS, _JUDGED_TOKENS)
     geometries = [replace(geometry, kv_lora_rank=rank) for rank in ranks]

@@ -128,6 +128,7 @@ def test_auto_bits_follow_the_budget(ratio, bits, auto):
     layers = [config.layer_geometry(layer) for layer in range(LAYERS)]
     assert report.cache_bytes_per_token == sum(each.cache_bytes_per_token(2) for each in layers)
     assert [row["latent_bits"] for row in report.layers] == [each.latent_bits for each in layers]
+    assert report.geometry == layers[0]
     if ratio < 1:
         assert [each.latent_bits for each in layers] == report.searches["layer_bits"]
         ranks = [each.kv_lora_rank for each in layers]
@@ -212,17 +213,18 @@ def test_bad_ranks_are_refused(ranks, message):
 
 
 @pytest.mark.parametrize(
-    ("layout", "rope", "rank", "most"),
+    ("layout", "bits", "rope", "rank", "most"),
     [
-        ("latent", 128, 192, 384),  # twice the mean, wherever that has a kernel
-        ("latent", 128, 512, 768),
-        ("latent", 64, 1024, 1024),
-        ("shared", 64, 960, 1024),
-        ("latent", 128, 1200, 2048),  # no kernel anyway: all that the source has
+        ("latent", 16, 128, 192, 384),  # twice the mean, wherever that has a kernel
+        ("latent", 16, 128, 512, 768),
+        ("latent", 4, 128, 512, 512),
+        ("latent", 16, 64, 1024, 1024),
+        ("shared", 16, 64, 960, 1024),
+        ("latent", 16, 128, 1200, 2048),  # no kernel anyway: all that the source has
     ],
 )
-def test_no_layer_leaves_the_widths_of_fast_kernels_that_the_mean_is_in(layout, rope, rank, most):
-    geometry = MLAGeometry(32, 1, rank, rope, 128, 128, 8, 8, rope_from_latent=layout == "latent")
+def test_no_layer_leaves_the_widths_of_fast_kernels_that_the_mean_is_in(layout, bits, rope, rank, most):
+    geometry = MLAGeometry(32, 1, rank, rope, 128, 128, 8, 8, rope_from_latent=layout == "latent", latent_bits=bits)
     assert most_rank(geometry, 64, rank) == most
 
 
