@@ -184,7 +184,7 @@ def test_rotary_keys_of_the_latent_are_as_wide_as_fast_kernels_go(kv_heads, head
 
 @pytest.mark.parametrize(
     ("bits", "ratio", "rope"),
-    [(4, 0.16, 128), (4, 0.17, 64), ("auto", 0.0625, 128), ("auto", 0.08, 64), ([4], 0.08, 64)],
+    [(4, 0.08, 128), (4, 0.085, 64), ("auto", 0.0625, 128), ("auto", 0.08, 64), ([4], 0.08, 64)],
 )
 def test_rotary_keys_of_codes_are_as_wide_as_their_kernels_go(bits, ratio, rope):
     """128 of up to 512 elements; those that 3 bits hold where bits are by layer."""
