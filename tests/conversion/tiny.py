@@ -9,22 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
-from transformers.models.gemma3 import Gemma3TextConfig
-from transformers.models.glm import GlmConfig
-from transformers.models.glm4 import Glm4Config
-from transformers.models.llama import LlamaConfig
-from transformers.models.mistral import MistralConfig
-from transformers.models.mixtral import MixtralConfig
-from transformers.models.olmo2 import Olmo2Config
-from transformers.models.olmo3 import Olmo3Config
-from transformers.models.olmoe import OlmoeConfig
-from transformers.models.phi3 import Phi3Config
-from transformers.models.qwen2 import Qwen2Config
-from transformers.models.qwen2_moe import Qwen2MoeConfig
-from transformers.models.qwen3 import Qwen3Config
-from transformers.models.qwen3_moe import Qwen3MoeConfig
-from transformers.models.smollm3 import SmolLM3Config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import mha2mla
 from mha2mla.conversion import recipe as recipes
@@ -54,23 +39,6 @@ def dotted(keys: dict) -> dict:
     return {re.sub("^(rope|latent|fit|calibration)_", r"\1.", key): value for key, value in keys.items()}
 
 
-CONFIGS = {
-    "llama": LlamaConfig,
-    "smollm3": SmolLM3Config,
-    "mistral": MistralConfig,
-    "mixtral": MixtralConfig,
-    "qwen2": Qwen2Config,
-    "qwen2_moe": Qwen2MoeConfig,
-    "qwen3": Qwen3Config,
-    "qwen3_moe": Qwen3MoeConfig,
-    "phi3": Phi3Config,
-    "glm": GlmConfig,
-    "glm4": Glm4Config,
-    "olmo2": Olmo2Config,
-    "olmo3": Olmo3Config,
-    "olmoe": OlmoeConfig,
-    "gemma3_text": Gemma3TextConfig,
-}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -216,7 +184,7 @@ def config(family: str = "llama", **keys):
         "eos_token_id": 1,
         "pad_token_id": None,
     }
-    return CONFIGS[family](**{**values, **keys})
+    return AutoConfig.for_model(family, **{**values, **keys})
 
 
 def model(family: str = "llama", *, seed: int = 0, **keys) -> torch.nn.Module:

@@ -4,17 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Olmo2Config,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from mha2mla.conversion.families import adapter_for
 from mha2mla.conversion.layer_walk import converted_config
@@ -41,16 +31,6 @@ WINDOW = 9
 TOLERANCE = 2e-5
 # What config.attention_backend is for each form on a CPU; with None a LatentCache prefills in the expanded form.
 FORMS = {"auto": None, "absorbed": "mla_reference", "expanded": "mla_expanded"}
-FAMILIES = {
-    "llama": LlamaConfig,
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-    "mistral": MistralConfig,
-    "mixtral": MixtralConfig,
-    "qwen3_moe": Qwen3MoeConfig,
-    "olmo2": Olmo2Config,
-    "gemma3_text": Gemma3TextConfig,
-}
 # name -> (family, config keys): biases, norms, head widths, RoPE scaling, tied embeddings, windows, each at least once.
 SOURCES = {
     "llama": ("llama", {"attention_bias": True}),
@@ -76,64 +56,49 @@ SOURCES = {
         },
     ),
 }
-# name -> (source, geometry): G = 1, between and h_kv; d_n = 0 and not; ranks that differ between layers.
-GEOMETRIES = {
-    "per-group": ("llama", {"num_rope_heads": 2, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}),
-    "shared": ("qwen2", {"num_rope_heads": 1, "kv_lora_rank": 24, "qk_rope_head_dim": 6, "qk_nope_head_dim": 8}),
-    "per-head": ("qwen3", {"num_rope_heads": 6, "kv_lora_rank": 16, "qk_rope_head_dim": 2, "qk_nope_head_dim": 10}),
-    "odd groups": ("llama", {"num_rope_heads": 3, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}),
-    "maps per query head": (
-        "qwen2",
-        {
-            "num_rope_heads": 2,
-            "kv_lora_rank": 24,
-            "qk_rope_head_dim": 4,
-            "qk_nope_head_dim": 8,
-            "num_up_projection_heads": 6,
-        },
-    ),
-    "no nope": ("llama", {"num_rope_heads": 2, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 0}),
-    "per layer": (
-        "llama",
-        {"num_rope_heads": 2, "kv_lora_rank": [16, 8], "qk_rope_head_dim": [4, 6], "qk_nope_head_dim": [4, 0]},
-    ),
-    "sliding": (
-        "mistral-sliding",
-        {"num_rope_heads": 2, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4},
-    ),
-    "some sliding": (
-        "qwen2-sliding",
-        {"num_rope_heads": 2, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4},
-    ),
-}
 
-# The same where only the latent is cached (rope_from_latent): rotary widths cost no cache.
+
+def geometry_keys(kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, num_rope_heads=None, **keys) -> dict[str, object]:
+    """Keys of a config; without ``num_rope_heads`` only the latent is cached: rotary widths cost no cache."""
+    keys |= {"rope_from_latent": True} if num_rope_heads is None else {}
+    widths = {"qk_rope_head_dim": qk_rope_head_dim, "qk_nope_head_dim": qk_nope_head_dim}
+    return {"kv_lora_rank": kv_lora_rank, **widths, "num_rope_heads": num_rope_heads or 1, **keys}
+
+
+# name -> (source, geometry): G = 1, between and h_kv; d_n = 0 and not; ranks that differ between layers.
 LATENT_GEOMETRIES = {
-    "latent": ("llama", {"kv_lora_rank": 24, "qk_rope_head_dim": 6, "qk_nope_head_dim": 8}),
-    "latent no nope": ("llama-yarn-tied", {"kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 0}),
-    "latent qk-norm": ("qwen3", {"kv_lora_rank": 16, "qk_rope_head_dim": 10, "qk_nope_head_dim": 12}),
-    "latent per layer": (
-        "qwen2",
-        {"kv_lora_rank": [16, 8], "qk_rope_head_dim": [4, 6], "qk_nope_head_dim": [8, 0], "num_up_projection_heads": 6},
-    ),
-    "latent sliding": ("mistral-sliding", {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}),
-    "latent some sliding": ("qwen2-sliding", {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}),
+    "latent": ("llama", geometry_keys(24, 6, 8)),
+    "latent no nope": ("llama-yarn-tied", geometry_keys(16, 16, 0)),
+    "latent qk-norm": ("qwen3", geometry_keys(16, 10, 12)),
+    "latent per layer": ("qwen2", geometry_keys([16, 8], [4, 6], [8, 0], num_up_projection_heads=6)),
+    "latent sliding": ("mistral-sliding", geometry_keys(16, 8, 8)),
+    "latent some sliding": ("qwen2-sliding", geometry_keys(16, 8, 8)),
 }
-for _, keys in LATENT_GEOMETRIES.values():
-    keys |= {"rope_from_latent": True, "num_rope_heads": 1}
-# And where caches keep the rotary keys of such a checkpoint, each computed once.
+# Caches that keep the rotary keys of such a checkpoint, each computed once.
 KEPT_GEOMETRIES = {
     f"kept {case}": (source, {**keys, "rotary_key_cache": "bfloat16"})
     for case, (source, keys) in (
         (case, LATENT_GEOMETRIES[f"latent {case}"]) for case in ("no nope", "qk-norm", "per layer", "some sliding")
     )
 }
-GEOMETRIES |= LATENT_GEOMETRIES | KEPT_GEOMETRIES
+GEOMETRIES = {
+    "per-group": ("llama", geometry_keys(16, 4, 4, 2)),
+    "shared": ("qwen2", geometry_keys(24, 6, 8, 1)),
+    "per-head": ("qwen3", geometry_keys(16, 2, 10, 6)),
+    "odd groups": ("llama", geometry_keys(16, 4, 4, 3)),
+    "maps per query head": ("qwen2", geometry_keys(24, 4, 8, 2, num_up_projection_heads=6)),
+    "no nope": ("llama", geometry_keys(16, 8, 0, 2)),
+    "per layer": ("llama", geometry_keys([16, 8], [4, 6], [4, 0], 2)),
+    "sliding": ("mistral-sliding", geometry_keys(16, 4, 4, 2)),
+    "some sliding": ("qwen2-sliding", geometry_keys(16, 4, 4, 2)),
+    **LATENT_GEOMETRIES,
+    **KEPT_GEOMETRIES,
+}
 
 
 def source_config(case: str, **keys):
     family, case_keys = SOURCES[case]
-    return FAMILIES[family](**{**SIZES, **case_keys, **keys})
+    return AutoConfig.for_model(family, **{**SIZES, **case_keys, **keys})
 
 
 def source_model(case: str, **keys) -> nn.Module:
