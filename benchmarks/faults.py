@@ -234,7 +234,7 @@ FAULTS = tuple(
 +factor = scaling
 # a decode plan is kept whatever the width of the table
 @ mha2mla/modeling/step.py
-? tests/serving/test_paged_step.py -k tables_width
+? tests/serving/test_vllm_layer.py
 -key = (batches[0].block_table.shape, query_length, attends)
 +key = (batches[0].block_table.shape[0], query_length, attends)
 # left padding is attended to in the absorbed form

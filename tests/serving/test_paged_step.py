@@ -8,10 +8,10 @@ import torch
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import MAX_EXPANDED_TOKENS, DecodePlan
 from mha2mla.kernels.split_kv.choice import SEQLENS_Q
-from mha2mla.modeling import ATTENTION_BACKENDS, MLAAttention
+from mha2mla.modeling import ATTENTION_BACKENDS
 from mha2mla.modeling.batch import uniform_length
 from mha2mla.serving.paged_step import EngineSteps, cache_views, host_lengths, warm_up, warm_up_batches
-from tests.modeling.models import GEOMETRIES, TOLERANCE, mla_model, relative_error, tokens
+from tests.modeling.models import mla_model
 
 PAGE = 4
 BACKEND = ATTENTION_BACKENDS.get("mla_reference")
@@ -52,100 +52,6 @@ def test_host_lengths():
     assert host_lengths([], []).shape == (3, 0)
 
 
-class Engine:
-    """A model whose layers keep their rows in pages as vLLM's do; block tables are given from outside."""
-
-    def __init__(self, model, num_pages: int = 24):
-        self.model, self.config = model, model.config
-        constants = self.config.attention_constants()
-        self.constants = constants
-        self.rows = [torch.full((num_pages, PAGE, c.geometry.cache_numel_per_token), float("nan")) for c in constants]
-        for rows in self.rows:
-            rows.zero_()
-        self.steps = [EngineSteps([c], BACKEND, torch.float32, 64, torch.device("cpu")) for c in constants]
-
-    def step(self, ids, cached, tables, pad=0):
-        """Logits of every new token, per sequence; ``pad`` rows of padding behind them as in a CUDA graph."""
-        queries = [len(each) for each in ids]
-        totals = [c + q for c, q in zip(cached, queries, strict=True)]
-        positions = torch.cat([torch.arange(c, t) for c, t in zip(cached, totals, strict=True)])
-        slots = torch.cat(
-            [
-                torch.tensor([tables[i][p // PAGE] * PAGE + p % PAGE for p in range(c, t)])
-                for i, (c, t) in enumerate(zip(cached, totals, strict=True))
-            ]
-        )
-        width = max(map(len, tables))
-        table = torch.tensor([[*row, *[0] * (width - len(row))] for row in [*tables, *[[0]] * pad]], dtype=torch.int32)
-        seqlens = torch.tensor([*totals, *[0] * pad], dtype=torch.int32)
-        extra = pad * queries[0]
-        positions = torch.cat([positions, torch.zeros(extra, dtype=torch.long)])
-        slots = torch.cat([slots, torch.full((extra,), -1)])
-        flat = torch.cat([*ids, torch.zeros(extra, dtype=torch.long)])
-        steps = [
-            steps.step(rows, [*queries, *[0] * pad], [*totals, *[0] * pad], positions, slots, table, seqlens)
-            for steps, rows in zip(self.steps, self.rows, strict=True)
-        ]
-        hidden = self.model.model.embed_tokens(flat)
-        for index, layer in enumerate(self.model.model.layers):
-            hidden = hidden + self.attention(index, layer.self_attn, layer.input_layernorm(hidden), steps[index])
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        logits = self.model.lm_head(self.model.model.norm(hidden))
-        return logits[: sum(queries)].split(queries)
-
-    def attention(self, index: int, attention: MLAAttention, hidden, step):
-        q_nope, q_pe, latent, k_pe = attention._encoded(hidden[None])
-        computes_keys = self.constants[index].geometry.rope_from_latent
-        if k_pe is None and not computes_keys:
-            k_pe = attention.k_rope_proj(latent)[:, :, None]
-        tensors = {
-            "q_nope": q_nope[0],
-            "q_pe": q_pe[0],
-            "latent": latent[0],
-            "k_pe": None if k_pe is None else k_pe[0],
-            "k_up": getattr(attention, "k_b_proj", None),
-            "v_up": attention.v_b_proj,
-            "inv_freq": attention.inv_freq,
-        }
-        if computes_keys:
-            tensors["rope_weight"], tensors["rope_bias"] = attention.k_rope_proj.weight, attention.k_rope_proj.bias
-        out = self.steps[index].run(step, self.constants[index], tensors, self.rows[index])
-        return attention.o_proj(out.flatten(1))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    "case", ["per-group", "no nope", "per layer", "sliding", "latent", "latent qk-norm", "kept no nope"]
-)
-def test_prompts_chunks_and_steps_equal_the_forward(case):
-    assert case in GEOMETRIES
-    torch.manual_seed(0)
-    model = mla_model(case)
-    engine = Engine(model)
-    ids = [tokens(1, 21)[0], tokens(1, 13)[0]]
-    expected = [model(each[None]).logits[0] for each in ids]
-    tables = [[7, 2, 9, 4, 1, 11], [3, 8, 5, 6]]
-    got = [[], []]
-
-    def run(parts, pad=0):
-        """Sequence -> (first, stop) of this step."""
-        rows = engine.step(
-            [ids[s][a:b] for s, (a, b) in parts.items()],
-            [a for a, _ in parts.values()],
-            [tables[s] for s in parts],
-            pad,
-        )
-        for sequence, row in zip(parts, rows, strict=True):
-            got[sequence].append(row)
-
-    run({0: (0, 10)})  # a prompt's first chunk
-    run({0: (10, 19), 1: (0, 11)})  # the rest of it beside another prompt
-    run({0: (19, 20), 1: (11, 12)}, pad=2)  # a decode step in a larger graph
-    run({0: (20, 21), 1: (12, 13)}, pad=2)
-    for mine, theirs in zip(got, expected, strict=True):
-        assert relative_error(torch.cat(mine), theirs) < TOLERANCE
-
-
 def test_decode_plans_stay_where_they_are():
     config = mla_model("per layer").config
     layers = config.attention_constants()
@@ -162,22 +68,6 @@ def test_decode_plans_stay_where_they_are():
     assert a.splits[:, 1].tolist() == [4, 6]
     assert first.batch.positions.data_ptr() == second.batch.positions.data_ptr()
     assert second.batch.slots.tolist() == [3, 5]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("case", ["per-group", "latent"])
-def test_decode_plans_follow_the_tables_width(case):
-    """Engines cut block tables to the longest sequence of a step, so one batch size comes with many widths."""
-    model = mla_model(case)
-    ids = [tokens(1, 15)[0], tokens(1, 15)[0]]
-    expected = [model(each[None]).logits[0] for each in ids]
-    engine, table = Engine(model), [[7, 2, 9, 4], [3, 8, 5, 6]]
-    engine.step([each[:3] for each in ids], [0, 0], table)
-    for at in range(3, 15):
-        for width in (at // PAGE + 1, 4):  # the same step again, with a wider table
-            rows = engine.step([each[at : at + 1] for each in ids], [at, at], [row[:width] for row in table])
-            for row, theirs in zip(rows, expected, strict=True):
-                assert relative_error(row, theirs[at : at + 1]) < TOLERANCE
 
 
 def test_warm_up_batches_need_every_kernel():

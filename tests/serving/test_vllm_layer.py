@@ -10,9 +10,19 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tests.commands import python
 
-CASES = ("per-group", "latent per layer", "latent qk-norm", "kept per layer", "kept qk-norm", "kept no nope")
+CASES = ("per-group", "no nope", "per layer", "sliding", "latent", "latent per layer", "latent qk-norm")
+CASES += ("kept per layer", "kept qk-norm", "kept no nope")
 CODE = "import sys; from tests.serving.test_vllm_layer import main; main(*sys.argv[1:])"
-PAGE = 64
+PAGE = 4
+TABLES = [[0, 2, 9, 4, 1, 11], [3, 8, 5, 6, 0, 0]]
+# Sequence -> (first, stop); rows of padding, as in a CUDA graph; columns of the table, which engines cut to the longest
+# sequence of a step: one batch size comes with many widths.
+STEPS = (
+    ({0: (0, 10)}, 0, 3),  # a prompt's first chunk
+    ({0: (10, 19), 1: (0, 11)}, 0, 5),  # the rest of it beside another prompt
+    *(({0: (19, 20), 1: (11, 12)}, pad, columns) for pad, columns in ((2, 5), (0, 5), (0, 6))),
+    *(({0: (20, 21), 1: (12, 13)}, pad, 6) for pad in (2, 0)),
+)
 
 
 class Linear(nn.Linear):
@@ -47,6 +57,14 @@ def stand_in() -> dict[str, type]:
     return found
 
 
+def alone(attention, hidden, window):
+    """The model's own layer over a sequence, [S, hidden]."""
+    visible = torch.ones(len(hidden), len(hidden), dtype=torch.bool).tril()
+    visible &= ~visible.tril(-window) if window else visible
+    mask = torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)[None, None]
+    return attention(hidden[None], attention_mask=mask, position_ids=torch.arange(len(hidden))[None])[0][0]
+
+
 @torch.no_grad()
 def main(*cases: str) -> None:
     stand_in()
@@ -76,21 +94,26 @@ def main(*cases: str) -> None:
         layer.load_state_dict(ours.state_dict())
         width = layer.get_kv_cache_spec(engine).head_size
         assert width == layer.impl.head_size == model.config.cached_geometry(index).cache_numel_per_token
-        hidden, out = torch.randn(1, 30, 48), []
+        hidden = [torch.randn(21, 48), torch.randn(13, 48)]
         metadata.append(None)
-        assert torch.equal(layer(hidden[0]), ours.o_proj.bias.expand(30, -1))  # zeros, while memory is measured
-        layer.kv_cache = torch.full(attention.LatentBackend.get_kv_cache_shape(3, PAGE, 1, width), torch.nan)
-        layer.kv_cache[2] = 0
+        assert torch.equal(layer(hidden[0]), ours.o_proj.bias.expand(21, -1))  # zeros, while memory is measured
+        layer.kv_cache = torch.full(attention.LatentBackend.get_kv_cache_shape(12, PAGE, 1, width), torch.nan)
+        layer.kv_cache[[*itertools.chain(*TABLES)]] = 0
         steps = EngineSteps([layer.constants], layer.impl.backend, torch.float32, 64, torch.device("cpu"))
-        for start, stop in ((0, 12), (12, 13), (13, 14), (14, 30)):
-            places, table = torch.arange(start, stop), torch.tensor([[2]], dtype=torch.int32)
-            seqlens = torch.tensor([stop], dtype=torch.int32)
-            step = steps.step(layer.kv_cache, [stop - start], [stop], places, 2 * PAGE + places, table, seqlens)
+        expected = [alone(ours, rows, layer.constants.window) for rows in hidden]
+        for parts, pad, columns in STEPS:
+            new = [*(stop - first for first, stop in parts.values()), *[0] * pad]
+            totals = [*(stop for _, stop in parts.values()), *[0] * pad]
+            places, rest = [torch.arange(*part) for part in parts.values()], torch.zeros(pad, dtype=torch.long)
+            slots = [torch.tensor(TABLES[s])[p // PAGE] * PAGE + p % PAGE for s, p in zip(parts, places, strict=True)]
+            table = torch.tensor([*(TABLES[s][:columns] for s in parts), *[[0] * columns] * pad], dtype=torch.int32)
+            where, seqlens = (torch.cat([*places, rest]), torch.cat([*slots, rest - 1])), torch.tensor(totals).int()
+            step = steps.step(layer.kv_cache, new, totals, *where, table, seqlens)
             metadata.append(attention.LatentMetadata(step, steps))
-            out.append(layer(hidden[0, start:stop]))
-        mask = torch.full((30, 30), -torch.inf).triu(1)[None, None]
-        expected = ours(hidden, attention_mask=mask, position_ids=torch.arange(30)[None])[0][0]
-        assert relative_error(torch.cat(out), expected) < TOLERANCE, (case, index)
+            asked = [hidden[s][slice(*part)] for s, part in parts.items()]
+            found = layer(torch.cat([*asked, torch.zeros(pad, 48)])).split([*map(len, asked), pad])
+            for (s, part), rows in zip(parts.items(), found[:-1], strict=True):
+                assert relative_error(rows, expected[s][slice(*part)]) < TOLERANCE, (case, index, parts)
 
 
 def test_vllm_layer_gives_the_layers_output():
