@@ -15,10 +15,17 @@ from torch import Tensor
 
 from mha2mla.eval.measurement import measured, unless_out_of_memory
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernels import explain_gqa_decode, explain_mla_decode, gqa_decode, mla_decode, plan_gqa_decode
+from mha2mla.kernels import (
+    decodes_codes,
+    explain_gqa_decode,
+    explain_mla_decode,
+    gqa_decode,
+    mla_decode,
+    plan_gqa_decode,
+)
 from mha2mla.terminal import progress_bar
 from mha2mla.testing.numeric_check import Judgement, PlainAttention, plain_attention, verdict
-from mha2mla.testing.problems import LatentProblem, Problem, judge
+from mha2mla.testing.problems import GroupCodesProblem, LatentCodesProblem, LatentProblem, Problem, judge
 from mha2mla.testing.timing import time_callable
 
 
@@ -50,6 +57,17 @@ class AttentionInputs:
         cached = (geometry.num_key_value_heads, seqlen)
         sizes = ((batch, *size, geometry.v_head_dim) for size in ((geometry.num_attention_heads, 1), cached, cached))
         return cls(*(torch.randn(*size, generator=make, device=device).to(dtype) for size in sizes), softmax_scale)
+
+
+# By whether rotary keys are cached, and latents are integer codes.
+PROBLEMS: Mapping[tuple[bool, bool], type[Problem]] = MappingProxyType(
+    {
+        (True, False): Problem,
+        (False, False): LatentProblem,
+        (True, True): GroupCodesProblem,
+        (False, True): LatentCodesProblem,
+    }
+)
 
 
 # From inputs: a call that gives [B, H, 1, d_h], or the reason why there is none here ("not installed", …).
@@ -181,10 +199,10 @@ def attention_latency(
         random = partial(AttentionInputs.random, geometry, batch, seqlen, scale, dtype, device, seed)
         for name, found in _source_rows(random, baselines, check, min_run_time).items():
             rows.append(shape | {"implementation": name} | found)
-        problem_type = Problem if geometry.has_rope_cache else LatentProblem
-        problem = problem_type(
+        codes = {"bits": geometry.latent_bits, "group": geometry.latent_group} if geometry.has_codes else {}
+        problem = PROBLEMS[geometry.has_rope_cache, geometry.has_codes](
             geometry.num_attention_heads, geometry.num_rope_heads, geometry.kv_lora_rank,
-            geometry.qk_rope_head_dim, (seqlen,) * batch, page_size=page_size, slack=0, seed=seed,
+            geometry.qk_rope_head_dim, (seqlen,) * batch, page_size=page_size, slack=0, seed=seed, **codes,
         )  # fmt: skip
         rows.append(shape | _mla_row(problem, geometry, scale, dtype, device, backend, check, min_run_time))
     return rows
@@ -238,6 +256,10 @@ def _mla_row(
         return row | {"status": f"missing: {why}"}
     if why is not None:
         row["backend_reason"] = why
+    if geometry.has_codes:
+        is_read = chosen == "reference" or decodes_codes(geometry, problem.page_size, dtype, device)
+        if geometry.kv_lora_rank % geometry.latent_group or not is_read:
+            return row | {"status": "missing: no kernel reads these codes; a decode step copies them in 16 bits"}
 
     def measure() -> dict[str, Any]:
         inputs = problem.inputs(dtype, device) | {"softmax_scale": scale}

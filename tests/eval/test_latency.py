@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -51,6 +52,17 @@ def test_attention_rows(geometry, cached, dtype):
     assert {"mla_decode (reference)", "torch SDPA"} <= {row["implementation"] for row in rows}
     keys = {"us_p20", "us_p50", "us_p80", "gb_per_s", "error", "status", "cache_bytes"}
     assert keys <= COLUMNS.keys() & set().union(*rows)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_attention_over_codes_reads_their_bytes(kept):
+    geometry = replace(LATENT_GEOMETRY, kv_lora_rank=64, latent_bits=4)
+    geometry = geometry.with_stored_keys if kept else geometry
+    keys = {"batch_sizes": (2,), "seqlens": (65,), "baselines": {}, **QUICK}
+    (row,) = attention_latency(geometry, **keys)
+    assert (row["status"], row["cache_bytes"]) == ("ok", 2 * 65 * (2 * (16 + 4) + 2 * 32 * kept))
+    (row,) = attention_latency(replace(geometry, kv_lora_rank=40), **keys)
+    assert row["status"].startswith("missing: no kernel reads these codes")
 
 
 def test_a_wrong_baseline_gets_no_speed():

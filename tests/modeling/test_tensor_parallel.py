@@ -15,8 +15,8 @@ from mha2mla.modeling import LatentCache, MHA2MLAForCausalLM, PagedSource
 from mha2mla.modeling.tensor_parallel import tensor_parallel_plan
 from tests.modeling import models
 
-# A rotary key per head and per group, or none cached; norms of queries, biases, ranks by layer, windows.
-CASES = ("per-group", "per layer", "some sliding", "latent qk-norm", "per-head", "kept qk-norm")
+# A rotary key per head and per group, or none cached; norms of queries, biases, ranks by layer, windows, codes.
+CASES = ("per-group", "per layer", "some sliding", "latent qk-norm", "per-head", "kept qk-norm", "latent codes")
 OPTIONS = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
 ROOT = Path(__file__).parents[2]
 
@@ -60,7 +60,7 @@ def rank_main(folder: str, cases: Sequence[str] = CASES) -> None:
         assert len(attention.q_proj.weight.to_local()) * 2 == len(attention.q_proj.weight), case
         whole = model.config.layer_geometry(0)
         cached = model.paged_cache(1, 16).tensors[0]
-        assert cached["latent_cache"].shape[-1] == whole.kv_lora_rank
+        assert cached["latent_cache"].shape[-1] == (20 if whole.has_codes else whole.kv_lora_rank)
         if whole.num_rope_heads > 1:  # split with the heads that read them
             assert cached["rope_cache"].shape[2] * 2 == whole.num_rope_heads
         wanted = torch.load(Path(folder, f"{case}.pt"))
@@ -100,7 +100,8 @@ def gloo_rank_main(rank: str, folder: str) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="transformers takes the GPUs; see test_gpu_ranks.py")
 def test_two_ranks_compute_what_one_does(tmp_path):
     for case in (*CASES, "odd groups"):
-        write(tmp_path, case, models.mla_model(case))
+        keys = {"latent_bits": 4} if case.endswith(" codes") else {}
+        write(tmp_path, case, models.mla_model(case.removesuffix(" codes"), **keys))
     write_source(tmp_path)
     code = "import sys; from tests.modeling.test_tensor_parallel import gloo_rank_main as main; main(*sys.argv[1:])"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
