@@ -40,7 +40,7 @@ model, tokenizer = mha2mla.load("{name}")
 ```
 
 Without the package, `trust_remote_code=True` runs `modeling_mha2mla.py`, the same model in plain torch, which lies \
-beside the weights.
+beside the weights{remote}.
 
 ## Cache and weights
 
@@ -138,6 +138,7 @@ def model_card(
             "before": before,
             "cached_bytes": report["cache_bytes_per_token"],
             "codes": f"; latents as codes of {shown} bits, by the package alone" if bits[0] < 16 else "",
+            "remote": " and caches latents in the model's dtype" if bits[0] < 16 else "",
             "before_bytes": 2 * before,
             "kept": f"; {report['kept_cache_ratio']:.4f} with rotary keys kept"
             if report["rotary_numel_per_token"]

@@ -1,6 +1,7 @@
 """A converted checkpoint out of vLLM's layers: its linears, norms, activations and embeddings around our attention."""
 
 # No postponed annotations: vLLM looks at those of forward().
+import warnings
 from collections.abc import Iterable
 
 import torch
@@ -182,7 +183,14 @@ class VLLMForCausalLM(nn.Module):
                 f"quantization is {vllm_config.model_config.quantization!r}; expected none: quantised weights of"
                 " converted checkpoints are not served"
             )
-        config.latent_bits = 16  # vLLM's cache holds latents in its own dtype, whatever the checkpoint's codes
+        if config.latent_bits != 16:
+            coded = config.cache_bytes_per_token(2)
+            config.latent_bits = 16
+            warnings.warn(
+                f"vLLM's cache holds the latents of this checkpoint in its own dtype, {config.cache_bytes_per_token(2)}"
+                f" bytes a token in 16 bits; caches of mha2mla hold codes, {coded} bytes",
+                stacklevel=2,
+            )
         self.config = config
         self.model = VLLMModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head"))

@@ -43,6 +43,7 @@ class LatentStatistics:
         mean: [d_c] float64, of ``rows``.
         covariance: [d_c, d_c] float64, C.
         importance: [d_c, d_c] float64, F.
+        outlying: [n, d_c] float32, latents whose energy is far from the others'.
     """
 
     rows: Tensor
@@ -50,6 +51,7 @@ class LatentStatistics:
     mean: Tensor
     covariance: Tensor
     importance: Tensor
+    outlying: Tensor
 
 
 @dataclass(frozen=True)
@@ -108,10 +110,11 @@ class BasisRule(RecipeObject, ABC):
     def basis(self, statistics: LatentStatistics, group: int) -> LatentBasis:
         """M times a power of two that gives c' elements of about 1, and the centers."""
         encoder = self.encoder(statistics, group)
-        rows, first = (each.double() @ encoder.mT for each in (statistics.rows, statistics.first))
+        found = (statistics.rows, statistics.first, statistics.outlying)
+        rows, first, outlying = (each.double() @ encoder.mT for each in found)
         center = statistics.mean @ encoder.mT
         size = (rows - center).square().mean().sqrt().item()
-        largest = max(each.abs().max().item() for each in (rows, first))
+        largest = max(each.abs().max().item() for each in (rows, first, outlying) if len(each))
         exponent = -round(math.log2(size)) if size > 0 else 0
         if largest > 0:
             exponent = min(exponent, math.floor(math.log2(LARGEST / largest)))
@@ -318,8 +321,8 @@ def _statistics(latents: Tensor, gradients: Tensor, first: Tensor) -> LatentStat
     """Statistics of latents and gradients [N, d_c], without rows of outlying energy."""
     energy = (latents - latents.mean(0)).square().sum(-1)
     kept = energy <= OUTLYING_ENERGY * energy.median()
-    rows, gradients = latents[kept].float(), gradients[kept].double()
+    rows, outlying, gradients = latents[kept].float(), latents[~kept].float(), gradients[kept].double()
     mean = rows.double().mean(0)
     centered = rows.double() - mean
     covariance = centered.mT @ centered / len(rows)
-    return LatentStatistics(rows, first, mean, covariance, gradients.mT @ gradients / len(gradients))
+    return LatentStatistics(rows, first, mean, covariance, gradients.mT @ gradients / len(gradients), outlying)

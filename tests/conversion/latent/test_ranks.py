@@ -160,6 +160,7 @@ def test_a_checkpoint_of_auto_bits_generates_and_says_them(auto):
     bits = report.searches["layer_bits"]
     card = (Path(report.destination) / "README.md").read_text()
     assert f"codes of {', '.join(map(str, sorted(set(bits))))} bits" in card
+    assert "in plain torch, which lies beside the weights and caches latents in the model's dtype." in card
     assert (f"bits {min(bits)} to {max(bits)} by layer" in str(report)) == (len(set(bits)) > 1)
 
 
