@@ -1,4 +1,4 @@
-"""Verbs that measure: ``eval quality``, ``eval tasks``, ``eval latency`` and ``check kernels``."""
+"""Verbs that measure, inspect, predict and report."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from cyclopts import App
+from cyclopts import App, Parameter
 
 from mha2mla.checkpoints import find_checkpoint, find_converted, find_pair
-from mha2mla.cli.flags import SEVERAL, Device, Dtype, Json, Numbers, Texts, flag, torch_dtype
+from mha2mla.cli.flags import SEVERAL, Device, Dtype, Json, Numbers, RotaryKeyCache, Texts, flag, torch_dtype
 from mha2mla.conversion.calibration.texts import check_text
-from mha2mla.conversion.target import LayoutName
+from mha2mla.conversion.target import DEFAULT_LAYOUT, LayoutName
 from mha2mla.environment import thread_hint
-from mha2mla.files import report_file
+from mha2mla.files import output_file, page, report_file
 from mha2mla.terminal import announce
 from mha2mla.trial_models import ShapeName, random_pair
 
@@ -158,7 +158,7 @@ def eval_latency(
     page_size: int = 64,
     layer: int = 0,
     backend: Literal["tilelang", "reference"] | None = None,
-    rotary_key_cache: Literal["none", "bfloat16", "auto"] | None = None,
+    rotary_key_cache: RotaryKeyCache = None,
     min_run_time: float = 0.5,
     json: Json = None,
 ) -> int:
@@ -192,8 +192,6 @@ def eval_latency(
         page_size: tokens per page in the attention op.
         layer: whose geometry the attention op has.
         backend: of the decode op; by default it chooses itself.
-        rotary_key_cache: of the converted model in layout latent: keys computed from latents whenever they are read
-            (none), kept beside them (bfloat16), or by the rule of the model's config (auto); default its config's.
         min_run_time: seconds of measurement per row.
     """
     record = report_file(json, "latency", source, converted)
@@ -286,6 +284,135 @@ def check_kernels(
         shown = ("H", "G", "d_c", "d_r", "page", "S_q", "dtype", "kernel", "batch", "window", "num_ctas", "status")
         print_table(wrong[:20], title="not right", columns=shown)
     return int(bool(wrong) or not checked)
+
+
+def inspect_checkpoint(
+    checkpoint: str,
+    /,
+    *,
+    batch: Numbers = None,
+    length: Numbers = None,
+    dtype: Dtype = "bfloat16",
+    verify: bool = False,
+    json: Json = None,
+) -> None:
+    """Geometry, recipe, cache bytes, weights and measured losses of a converted checkpoint.
+
+        mha2mla inspect path/to/llama-mla --batch 1,64 --length 4096,32768
+
+    Args:
+        checkpoint: folder or hub id of a converted checkpoint.
+        batch: sequences that are cached together, such as 1,64; default 1.
+        length: cached tokens of each, such as 4096,32768; default 4096 and as many as the model takes.
+        dtype: of model and cache, for bytes and for the choice of kernels.
+        verify: also read all weights and compare them with the digests that the conversion recorded.
+    """
+    record = report_file(json, "inspection", checkpoint)
+    find_converted(checkpoint, "checkpoint")
+    announce(f"reading {checkpoint}")
+    from mha2mla.conversion.card import RECORD_FILE
+    from mha2mla.eval import inspection
+    from mha2mla.eval.report import print_table, print_values, write_json
+
+    found = inspection.inspect_checkpoint(checkpoint, dtype, batches=batch or (1,), lengths=length)
+    print_values(found.summary, checkpoint)
+    print_table(found.geometries, title="geometry of the layers", columns=inspection.GEOMETRY_COLUMNS)
+    print_table(found.cache, title=f"cache in {dtype}, all layers", columns=inspection.CACHE_COLUMNS)
+    if found.measured:
+        print_table(found.measured, title="measured by the conversion", columns=inspection.LOSS_COLUMNS)
+        print_values(found.run)
+        print_table(found.layers, title="relative errors by layer")
+    else:
+        print(f"no {RECORD_FILE}: what the conversion lost is not recorded")
+    fields = dict(vars(found))
+    if verify:
+        fields["verified"] = inspection.verify_weights(checkpoint)
+        print(f"weights and code are what the conversion wrote: {len(fields['verified'])} files")
+    write_json(record, kind="inspection", rows=fields.pop("geometries"), **fields)
+
+
+def plan(
+    source: str,
+    /,
+    *,
+    gpu: str | None = None,
+    tp: int = 1,
+    context: int = 8192,
+    cache_ratio: Annotated[list[float] | None, SEVERAL] = None,
+    layout: Annotated[list[LayoutName] | None, SEVERAL] = None,
+    latent_bits: int = 16,
+    json: Json = None,
+) -> None:
+    """Cache, capacity, speed and cost of converting a model, from its config alone.
+
+    Steps are predicted from bytes and products; losses are those measured on small models, never extrapolated.
+
+        mha2mla plan path/to/llama --gpu h100-80gb --tp 2
+
+    Args:
+        source: folder, config.json, hub id, or a known shape such as llama-3-70b; of an MHA/GQA model.
+        gpu: such as h100-80gb, h200-141gb or a100-80gb; default this machine's.
+        tp: GPUs that the model is split over; bytes and batches are then of each.
+        context: tokens of a sequence.
+        cache_ratio: one or several shares of the source's cache; default 0.5 0.3125 0.25 0.1875 0.125.
+        layout: one or several; default latent.
+        latent_bits: of a cached element, 16, or 8, 4 or 3 for codes in the layout latent.
+    """
+    record = report_file(json, "plan", source)
+    announce(f"reading {source}")
+    from mha2mla.eval.report import filled, print_table, print_values, write_json
+    from mha2mla.pipeline import plan as sizing
+
+    options = {"cache_ratios": cache_ratio or sizing.CACHE_RATIOS, "layouts": layout or (DEFAULT_LAYOUT,)}
+    options["latent_bits"] = latent_bits
+    found = sizing.plan(source, gpu=gpu, tp=tp, context=context, **options)
+    print_values(found.summary)
+    columns = filled(sizing.CAPACITY_COLUMNS, found.rows)
+    print_table(found.rows, title="each GPU", columns=columns, caption=f"{sizing.STEP_NOTE}\n")
+    converted = found.rows[1:]
+    print_table(converted, title="perplexity relative to the source model", columns=sizing.LOSS_COLUMNS)
+    print_table(converted, title="conversion", columns=sizing.COST_COLUMNS, caption=f"{sizing.COST_NOTE}\n")
+    print("\n".join(found.commands))
+    write_json(record, kind="plan", rows=found.rows, summary=found.summary, commands=found.commands)
+
+
+def write_report(
+    *inputs: Annotated[str, Parameter(name="FOLDER|JSON", negative=())],
+    output: Annotated[str, Parameter(name=("--output", "-o"))] = "report.html",
+) -> None:
+    """Writes one page about a conversion: what was lost and gained, with a table beside every plot.
+
+    The page needs no network and is light or dark as the reader's system is.
+
+        mha2mla report path/to/llama-mla quality.json latency.json -o report.html
+
+    Args:
+        inputs: folders of converted checkpoints, JSON files of convert, eval and generate, and its answers (JSON
+            Lines), of the converted model and of the source.
+        output: HTML file to write, or Markdown (.md) with the tables alone.
+    """
+    if not inputs:
+        raise ValueError("FOLDER|JSON is not given; expected one or several")
+    target = output_file(output, page(output), *inputs, name="output")
+    if missing := [each for each in inputs if not Path(each).expanduser().exists()]:
+        raise FileNotFoundError(f"FOLDER|JSON is {missing[0]!r:.300}; expected an existing folder or file")
+    from mha2mla.eval.page import write_page
+
+    print(f"written: {write_page(inputs, target)}")
+
+
+def env(*, json: Json = None) -> None:
+    """Prints the machine, driver, clocks, library versions and commit that measurements carry.
+
+    mha2mla env --json environment.json
+    """
+    record = report_file(json, "environment")
+    from mha2mla.environment import collect_environment
+    from mha2mla.eval.report import print_values, write_json
+
+    environment = collect_environment()
+    print_values(environment)
+    write_json(record, kind="environment", rows=[environment])
 
 
 def _show(

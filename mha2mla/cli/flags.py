@@ -34,6 +34,16 @@ Device = Annotated[
     str | None, Parameter(metavar="DEVICE", help="cpu, cuda, cuda:1, …; default CUDA when there is one.")
 ]
 Dtype = Literal["float32", "bfloat16", "float16"]
+LoadedDtype = Annotated[
+    Dtype | None, Parameter(help="of the weights; default the checkpoint's, but on CUDA bfloat16 for float32.")
+]
+RotaryKeyCache = Annotated[
+    Literal["none", "bfloat16", "auto"] | None,
+    Parameter(
+        help="of a converted model in layout latent: rotary keys computed when they are read (none), kept beside the"
+        " latent (bfloat16), or by the rule of docs/layouts-and-presets.md (auto); default its config's."
+    ),
+]
 Json = Annotated[str | None, Parameter(metavar="FILE", help="also write what is printed to this JSON file.")]
 
 

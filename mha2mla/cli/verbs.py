@@ -14,26 +14,26 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Parameter
 
 from mha2mla.checkpoints import find_checkpoint, find_converted, shorten
-from mha2mla.cli.eval_verbs import checks, evaluation
+from mha2mla.cli.eval_verbs import checks, env, evaluation, inspect_checkpoint, plan, write_report
 from mha2mla.cli.flags import (
     HEALING,
     RECIPE,
-    SEVERAL,
     Device,
     Dtype,
     HealingFlags,
     Json,
+    LoadedDtype,
     Numbers,
     RecipeFlags,
+    RotaryKeyCache,
     Texts,
     flag,
     load_recipe,
     torch_dtype,
 )
 from mha2mla.conversion.calibration.texts import check_text
-from mha2mla.conversion.target import DEFAULT_LAYOUT, LayoutName
 from mha2mla.environment import installed_version, thread_hint
-from mha2mla.files import output_file, page, report, report_file, write_output
+from mha2mla.files import output_file, report, report_file, write_output
 from mha2mla.healing import settings as healing
 from mha2mla.terminal import announce, forgiving_streams
 
@@ -55,6 +55,10 @@ app = App(
 )
 app.command(evaluation)
 app.command(checks)
+app.command(inspect_checkpoint, name="inspect")
+app.command(plan)
+app.command(write_report, name="report")
+app.command(env)
 
 
 @app.command
@@ -168,11 +172,11 @@ def generate(
     max_sequences: int = 64,
     max_tokens: int = 2048,
     max_length: int | None = None,
-    rotary_key_cache: Literal["none", "bfloat16", "auto"] | None = None,
+    rotary_key_cache: RotaryKeyCache = None,
     overwrite: bool = False,
     key_prefix: str = "",
     device: Device = None,
-    dtype: Dtype | None = None,
+    dtype: LoadedDtype = None,
     json: Json = None,
 ) -> None:
     """Answers prompts with a converted or a source model, many at a time.
@@ -197,11 +201,8 @@ def generate(
         max_sequences: prompts that run at a time.
         max_tokens: of a step, at least as many as max-sequences.
         max_length: tokens of a prompt with its answer; default as many as the model takes.
-        rotary_key_cache: of a converted model in layout latent: rotary keys computed when they are read (none), kept
-            beside the latent (bfloat16), or by the rule of docs/layouts-and-presets.md (auto); default its config's.
         overwrite: replace the answers in the output, of whatever model they are.
         key_prefix: put before the keys that an answer adds, where prompts have such keys.
-        dtype: of the weights; default the checkpoint's, but on CUDA bfloat16 for float32.
         json: also write counts and times to this file.
     """
     from mha2mla.prompts import ANSWERS, Answers, checkpoint_digest, read_prompts
@@ -218,7 +219,7 @@ def generate(
     }  # fmt: skip
     announce(f"loading {model}", thread_hint(device))
     from mha2mla.environment import collect_environment, device_name
-    from mha2mla.loop import Loop, Sampling
+    from mha2mla.loop import Sampling
 
     sampling = Sampling(**given)
     place, weights_dtype = _placement(model, device, dtype)
@@ -235,18 +236,13 @@ def generate(
 
     from mha2mla.eval.loading import load
     from mha2mla.eval.report import write_json
-    from mha2mla.loop.answering import answer_all, pages_for, served, stop_tokens, token_ids
+    from mha2mla.loop.answering import answer_all, loop_for, stop_tokens, token_ids
 
     loaded, tokenizer = load(model, device=place, dtype=weights_dtype)
     sampling = replace(sampling, stop_tokens=stop_tokens(loaded, tokenizer))
-    lengths = [
-        len(token_ids(tokenizer, task, chat)) + max_new_tokens + 1  # a step runs ahead of the token that is read
-        for _, task in answers.remaining(tasks)
-    ]
-    # More rows than prompts need kernels and graphs that nothing runs.
-    options = {"max_sequences": min(max_sequences, left), "max_tokens": max_tokens, "max_length": max_length}
-    options["rotary_key_cache"] = rotary_key_cache
-    loop = Loop(served(loaded), max_pages=pages_for(lengths, max_sequences), **options)
+    prompts = [len(token_ids(tokenizer, task, chat)) for _, task in answers.remaining(tasks)]
+    options = {"max_tokens": max_tokens, "max_length": max_length, "rotary_key_cache": rotary_key_cache}
+    loop = loop_for(loaded, prompts, max_new_tokens, max_sequences, **options)
     for task, text in answer_all(loop, tokenizer, tasks, answers, sampling, chat=chat):
         if output is None:
             print(f"{task.get('prompt', '')}{text}\n", flush=True)
@@ -275,7 +271,7 @@ def chat(
     seed: int = 0,
     max_length: int = 4096,
     device: Device = None,
-    dtype: Dtype | None = None,
+    dtype: LoadedDtype = None,
 ) -> None:
     """Talks with a model, or with two of them side by side; /help lists what to type beside messages.
 
@@ -291,7 +287,6 @@ def chat(
         top_p: only the likeliest tokens that together have this probability.
         seed: of random answers.
         max_length: tokens of a conversation.
-        dtype: of the weights; default the checkpoint's, but on CUDA bfloat16 for float32.
     """
     names = {"model": model} | ({} if beside is None else {"beside": beside})
     for name, checkpoint in names.items():
@@ -371,124 +366,6 @@ def demo(
     return int(bool(wrong_rows(rows)))
 
 
-@app.command(name="inspect")
-def inspect_checkpoint(
-    checkpoint: str,
-    /,
-    *,
-    batch: Numbers = None,
-    length: Numbers = None,
-    dtype: Dtype = "bfloat16",
-    verify: bool = False,
-    json: Json = None,
-) -> None:
-    """Geometry, recipe, cache bytes, weights and measured losses of a converted checkpoint.
-
-        mha2mla inspect path/to/llama-mla --batch 1,64 --length 4096,32768
-
-    Args:
-        checkpoint: folder or hub id of a converted checkpoint.
-        batch: sequences that are cached together, such as 1,64; default 1.
-        length: cached tokens of each, such as 4096,32768; default 4096 and as many as the model takes.
-        dtype: of model and cache, for bytes and for the choice of kernels.
-        verify: also read all weights and compare them with the digests that the conversion recorded.
-    """
-    record = report_file(json, "inspection", checkpoint)
-    find_converted(checkpoint, "checkpoint")
-    announce(f"reading {checkpoint}")
-    from mha2mla.conversion.card import RECORD_FILE
-    from mha2mla.eval import inspection
-    from mha2mla.eval.report import print_table, print_values, write_json
-
-    found = inspection.inspect_checkpoint(checkpoint, dtype, batches=batch or (1,), lengths=length)
-    print_values(found.summary, checkpoint)
-    print_table(found.geometries, title="geometry of the layers", columns=inspection.GEOMETRY_COLUMNS)
-    print_table(found.cache, title=f"cache in {dtype}, all layers", columns=inspection.CACHE_COLUMNS)
-    if found.measured:
-        print_table(found.measured, title="measured by the conversion", columns=inspection.LOSS_COLUMNS)
-        print_values(found.run)
-        print_table(found.layers, title="relative errors by layer")
-    else:
-        print(f"no {RECORD_FILE}: what the conversion lost is not recorded")
-    fields = dict(vars(found))
-    if verify:
-        fields["verified"] = inspection.verify_weights(checkpoint)
-        print(f"weights and code are what the conversion wrote: {len(fields['verified'])} files")
-    write_json(record, kind="inspection", rows=fields.pop("geometries"), **fields)
-
-
-@app.command
-def plan(
-    source: str,
-    /,
-    *,
-    gpu: str | None = None,
-    tp: int = 1,
-    context: int = 8192,
-    cache_ratio: Annotated[list[float] | None, SEVERAL] = None,
-    layout: Annotated[list[LayoutName] | None, SEVERAL] = None,
-    latent_bits: int = 16,
-    json: Json = None,
-) -> None:
-    """Cache, capacity, speed and cost of converting a model, from its config alone.
-
-    Steps are predicted from bytes and products; losses are those measured on small models, never extrapolated.
-
-        mha2mla plan path/to/llama --gpu h100-80gb --tp 2
-
-    Args:
-        source: folder, config.json, hub id, or a known shape such as llama-3-70b; of an MHA/GQA model.
-        gpu: such as h100-80gb, h200-141gb or a100-80gb; default this machine's.
-        tp: GPUs that the model is split over; bytes and batches are then of each.
-        context: tokens of a sequence.
-        cache_ratio: one or several shares of the source's cache; default 0.5 0.3125 0.25 0.1875 0.125.
-        layout: one or several; default latent.
-        latent_bits: of a cached element, 16, or 8, 4 or 3 for codes in the layout latent.
-    """
-    record = report_file(json, "plan", source)
-    announce(f"reading {source}")
-    from mha2mla.eval.report import filled, print_table, print_values, write_json
-    from mha2mla.pipeline import plan as sizing
-
-    options = {"cache_ratios": cache_ratio or sizing.CACHE_RATIOS, "layouts": layout or (DEFAULT_LAYOUT,)}
-    options["latent_bits"] = latent_bits
-    found = sizing.plan(source, gpu=gpu, tp=tp, context=context, **options)
-    print_values(found.summary)
-    columns = filled(sizing.CAPACITY_COLUMNS, found.rows)
-    print_table(found.rows, title="each GPU", columns=columns, caption=f"{sizing.STEP_NOTE}\n")
-    converted = found.rows[1:]
-    print_table(converted, title="perplexity relative to the source model", columns=sizing.LOSS_COLUMNS)
-    print_table(converted, title="conversion", columns=sizing.COST_COLUMNS, caption=f"{sizing.COST_NOTE}\n")
-    print("\n".join(found.commands))
-    write_json(record, kind="plan", rows=found.rows, summary=found.summary, commands=found.commands)
-
-
-@app.command(name="report")
-def write_report(
-    *inputs: Annotated[str, Parameter(name="FOLDER|JSON", negative=())],
-    output: Annotated[str, Parameter(name=("--output", "-o"))] = "report.html",
-) -> None:
-    """Writes one page about a conversion: what was lost and gained, with a table beside every plot.
-
-    The page needs no network and is light or dark as the reader's system is.
-
-        mha2mla report path/to/llama-mla quality.json latency.json -o report.html
-
-    Args:
-        inputs: folders of converted checkpoints, JSON files of convert, eval and generate, and its answers (JSON
-            Lines), of the converted model and of the source.
-        output: HTML file to write, or Markdown (.md) with the tables alone.
-    """
-    if not inputs:
-        raise ValueError("FOLDER|JSON is not given; expected one or several")
-    target = output_file(output, page(output), *inputs, name="output")
-    if missing := [each for each in inputs if not Path(each).expanduser().exists()]:
-        raise FileNotFoundError(f"FOLDER|JSON is {missing[0]!r:.300}; expected an existing folder or file")
-    from mha2mla.eval.page import write_page
-
-    print(f"written: {write_page(inputs, target)}")
-
-
 @app.command
 def export(
     checkpoint: str,
@@ -526,9 +403,9 @@ def warm_up(
     prompt: int = 256,
     max_sequences: int = 64,
     max_tokens: int = 2048,
-    rotary_key_cache: Literal["none", "bfloat16", "auto"] | None = None,
+    rotary_key_cache: RotaryKeyCache = None,
     device: Device = None,
-    dtype: Dtype | None = None,
+    dtype: LoadedDtype = None,
 ) -> None:
     """Compiles the kernels that a checkpoint needs on this GPU, in parallel, and keeps them.
 
@@ -543,8 +420,6 @@ def warm_up(
         prompt: tokens of their prompts.
         max_sequences: of a step of mha2mla generate, or of vLLM.
         max_tokens: of a step.
-        rotary_key_cache: as of generate.
-        dtype: of the weights; default the checkpoint's, but on CUDA bfloat16 for float32.
     """
     find_checkpoint(checkpoint, "checkpoint")
     announce(f"listing the kernels of {checkpoint}")
@@ -560,39 +435,13 @@ def warm_up(
     print("compiled: " + ", ".join(f"{count} for {use}" for use, count in counts.items()))
 
 
-@app.command
-def env(*, json: Json = None) -> None:
-    """Prints the machine, driver, clocks, library versions and commit that measurements carry.
-
-    mha2mla env --json environment.json
-    """
-    record = report_file(json, "environment")
-    from mha2mla.environment import collect_environment
-    from mha2mla.eval.report import print_values, write_json
-
-    environment = collect_environment()
-    print_values(environment)
-    write_json(record, kind="environment", rows=[environment])
-
-
 def _placement(checkpoint: str, device: str | None, dtype: str | None) -> tuple[Any, Any]:
     """torch's device and dtype to load a model with; dtype None is the checkpoint's."""
     from mha2mla.environment import compute_device
+    from mha2mla.eval.loading import kernels_dtype
 
     place = compute_device(device)
     return place, torch_dtype(dtype) if dtype else kernels_dtype(checkpoint, place)
-
-
-def kernels_dtype(checkpoint: str, device: Any) -> Any:
-    """bfloat16 for a float32 checkpoint on a CUDA device, else None."""
-    import torch
-
-    from mha2mla.eval.loading import load_config
-
-    if device.type != "cuda":
-        return None
-    config = load_config(checkpoint, "model").get_text_config()
-    return torch.bfloat16 if config.dtype == torch.float32 else None
 
 
 def _line() -> str:
@@ -646,7 +495,3 @@ def _in_flags(message: str) -> str:
     """A message of a Python function in the words of the command line: ``--overwrite``, not overwrite=True."""
     message = re.sub(r"\b([a-z_]+)=True\b", lambda found: flag(found[1]), message)
     return re.sub(r"\b([a-z_]+)='([\w-]+)'", lambda found: f"{flag(found[1])} {found[2]}", message)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -84,6 +84,14 @@ def load_config(checkpoint: str | os.PathLike[str], name: str) -> PreTrainedConf
         return AutoConfig.from_pretrained(found, trust_remote_code=False)
 
 
+def kernels_dtype(checkpoint: str, device: torch.device) -> torch.dtype | None:
+    """bfloat16 for a float32 checkpoint on a CUDA device, else None."""
+    if device.type != "cuda":
+        return None
+    config = load_config(checkpoint, "model").get_text_config()
+    return torch.bfloat16 if config.dtype == torch.float32 else None
+
+
 def _find_model(checkpoint: str | os.PathLike[str], name: str) -> str:
     """Folder or hub id of a checkpoint; of a folder, what can be refused before transformers opens its files."""
     import mha2mla.modeling  # noqa: F401  registers model_type "mha2mla"

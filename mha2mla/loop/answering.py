@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,10 +45,14 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, task: Mapping[str, Any], chat:
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
-def pages_for(lengths: Iterable[int], max_sequences: int) -> int:
-    """Pages that the ``max_sequences`` longest of requests of these ``lengths`` fill at a time."""
+def loop_for(
+    model: PreTrainedModel, prompts: Sequence[int], max_new_tokens: int, max_sequences: int, **options: Any
+) -> Loop:
+    """A loop with pages for the answers to prompts of so many tokens, ``max_sequences`` of them at a time."""
+    lengths = (tokens + max_new_tokens + 1 for tokens in prompts)  # a step runs ahead of the token that is read
     pages = sorted((-(-length // PAGE_SIZE) for length in lengths), reverse=True)
-    return sum(pages[:max_sequences])
+    rows = min(max_sequences, len(prompts))  # more than prompts need kernels and graphs that nothing runs
+    return Loop(served(model), max_pages=sum(pages[:rows]), max_sequences=rows, **options)
 
 
 def answer_all(

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import mha2mla
-from mha2mla.cli.verbs import kernels_dtype
+from mha2mla.eval.loading import kernels_dtype, load_model
 from mha2mla.loop import Loop, Sampling
-from mha2mla.loop.answering import Conversation, answer_all, pages_for, served, token_ids
+from mha2mla.loop.answering import Conversation, answer_all, loop_for, served, token_ids
 from mha2mla.prompts import Answers, checkpoint_digest, read_prompts
 from tests.commands import run
 from tests.conversion import tiny
@@ -134,7 +134,8 @@ def test_generate_reserves_pages_for_its_prompts(tiny_converted, tmp_path):
     assert run("generate", tiny_converted, "--prompt", "a" * 16, "--max-new-tokens", 4, "--json", record) == 0
     (row,) = json.loads(record.read_text())["rows"]
     assert row["cache_bytes"] == 64 * row["cache_bytes_per_token"]
-    assert pages_for([64, 65, 300], 2) == 5 + 2
+    loop = loop_for(load_model(tiny_converted, "", device="cpu"), [59, 60, 295], 4, 2)  # answers of 4 and a step ahead
+    assert loop.cache.nbytes == 64 * (5 + 2) * loop.cache_bytes_per_token
 
 
 def test_chat_takes_commands(tiny_converted, capsys, monkeypatch):

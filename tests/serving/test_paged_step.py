@@ -11,6 +11,7 @@ from mha2mla.kernels.split_kv.choice import SEQLENS_Q
 from mha2mla.modeling import ATTENTION_BACKENDS
 from mha2mla.modeling.batch import uniform_length
 from mha2mla.serving.paged_step import EngineSteps, cache_views, host_lengths, warm_up, warm_up_batches
+from mha2mla.serving.warm_up import layer_tensors
 from tests.modeling.models import mla_model
 
 PAGE = 4
@@ -82,27 +83,14 @@ def test_warm_up_batches_need_every_kernel():
 
 @pytest.mark.parametrize("case", ["per-group", "latent", "kept qk-norm"])
 def test_warm_up_runs_both_forms(case):
-    (layer, *_), tokens = mla_model(case).config.attention_constants(), 40
-    geometry, ran = layer.geometry, []
+    (layer, *_), tokens, ran = mla_model(case).config.attention_constants(), 40, []
 
     def attend(tensors, cache, batch, plan, constants):
         out = BACKEND.attend(tensors, cache, batch, plan, constants)
         ran.append((type(plan), len(batch.cache_seqlens), out.shape[0], bool(out.isfinite().all())))
         return out
 
-    heads, up = geometry.num_attention_heads, geometry.num_up_projection_heads
-    rope = (geometry.num_rope_heads, geometry.qk_rope_head_dim)
-    tensors = {
-        "q_nope": torch.ones(tokens, heads, geometry.qk_nope_head_dim),
-        "q_pe": torch.ones(tokens, heads, rope[1]),
-        "latent": torch.ones(tokens, geometry.kv_lora_rank),
-        "k_pe": None if geometry.rope_from_latent else torch.ones(tokens, *rope),
-        "k_up": torch.ones(up, geometry.qk_nope_head_dim, geometry.kv_lora_rank),
-        "v_up": torch.ones(up, geometry.v_head_dim, geometry.kv_lora_rank),
-        "inv_freq": torch.ones(rope[0], rope[1] // 2),
-    }
-    if geometry.rope_from_latent:
-        tensors |= {"rope_weight": torch.ones(rope[1], geometry.kv_lora_rank), "rope_bias": torch.ones(rope[1])}
+    tensors = layer_tensors(layer, tokens, torch.float32, torch.device("cpu"))
     warm_up(tensors, replace(BACKEND, attend=attend), layer, 100)
     assert all(finite for *_, finite in ran)
     assert {(batch, count) for kind, batch, count, _ in ran if kind is DecodePlan} >= {(1, 8), (4, 32), (32, 32)}
