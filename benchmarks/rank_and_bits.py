@@ -1,6 +1,7 @@
 """Rank against bits: conversions at several ranks and bits, beside the source with a quantised KV cache.
 
-    python benchmarks/rank_and_bits.py MODEL,MODEL conversions --json benchmarks/results/h200-rank-and-bits.json
+    python benchmarks/rank_and_bits.py MODEL,MODEL conversions --json benchmarks/results/h200-rank-and-bits.json \
+        --picture rank-and-bits.svg
 
 Steps go from the most telling to the least (:data:`STEPS`), each for all models in turn; the file is written after
 every row. ``auto`` measures a model's losses once, at the first ratio, and spends other ratios by the same losses.
@@ -16,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,8 @@ from mha2mla.conversion.predictions import Predictor
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.environment import compute_device, describe_environment
 from mha2mla.eval.loading import load_model, load_tokenizer
+from mha2mla.eval.plots import loss_by_bytes
+from mha2mla.eval.plotting import Picture
 from mha2mla.eval.quality import TEXTS, QualityRow, basis_tokens, compare_caches, quantized_caches
 from mha2mla.eval.quantized_caches import ComparedCache, KVCodes, LatentCodes
 from mha2mla.eval.report import print_table
@@ -82,6 +86,7 @@ def study(
     minutes: float = 8.0,
     device: str | None = None,
     json: str | None = None,
+    picture: str | None = None,
 ) -> bool:
     """Perplexity and KL of rank times bits, sorted by bytes.
 
@@ -96,6 +101,7 @@ def study(
         minutes: for all. A step that has not begun by then is left out, and named.
         device: cpu, cuda, …; default CUDA when there is one.
         json: file to write after every row.
+        picture: SVG, PNG or PDF file to write in the end: the worst text's ratio by bytes, two panels a model.
     """
     lengths = lengths or list(LENGTHS)
     measured = {"lengths": lengths, "texts": list(texts or TEXTS), "max_tokens": max_tokens}
@@ -131,7 +137,18 @@ def study(
         columns=columns,
         caption="; ".join((describe_environment(table.environment), *(f"failed: {each}" for each in failed))),
     )
+    if picture is not None and table.rows:
+        by_bytes(table.rows).save(picture)
     return not failed
+
+
+def by_bytes(rows: Sequence[dict[str, Any]]) -> Picture:
+    """Perplexity ratio of the worst text against bytes, a panel for each model and the shortest and longest windows."""
+    panels = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        (found,) = loss_by_bytes({row["cache"]: row["texts"] for row in rows if row["model"] == model}, {})
+        panels += [replace(panel, title=f"{model}, {panel.title}") for panel in found.panels]
+    return replace(found, panels=panels)
 
 
 class StudiedModel:

@@ -194,11 +194,12 @@ def _facts(evidence: Evidence) -> list[tuple[str, str]]:
     """Figures for the head of the page, and what they are."""
     found = []
     for record in evidence.reports["conversion"]:
-        cached, before = 2 * record["cache_numel_per_token"], 2 * record["source_cache_numel_per_token"]
+        before = 2 * record["source_cache_numel_per_token"]
+        cached = record.get("cache_bytes_per_token", 2 * record["cache_numel_per_token"])  # older records have none
         found.append((f"{record['cache_ratio']:.3g} ×", f"KV cache: {cached:,} of {before:,} bytes a token, bfloat16"))
         found.append((f"{record['weight_growth']:.3g} ×", f"parameters: {record['parameters']:,}"))
     for name, rows in evidence.losses.items():
-        losses = plots.worst_losses(rows)
+        losses = plots.worst_losses(plots.own_rows(rows))
         for length in dict.fromkeys(list(losses)[:1] + list(losses)[-1:]):
             found.append((f"{losses[length]:.3f} ×", f"perplexity of {name}, windows of {length:,} tokens, worst text"))
     for report in evidence.reports["latency"]:
@@ -237,10 +238,7 @@ def _sections(evidence: Evidence, inputs: Sequence[OutputPath], output: OutputPa
 
 
 def _loss_blocks(evidence: Evidence) -> Iterator[Block]:
-    own = {
-        name: [row for row in rows if row.get("cache", plots.UNQUANTISED) == plots.UNQUANTISED]
-        for name, rows in evidence.losses.items()
-    }
+    own = {name: plots.own_rows(rows) for name, rows in evidence.losses.items()}
     rows = [{"conversion": name, **row} for name, each in own.items() for row in each]
     named = {"conversion": "conversion"} if len(own) > 1 else {}
     columns = {"text": "text", "seqlen": "window", "perplexity_ratio": "ratio", "kl": "KL (nats)"}
@@ -268,7 +266,7 @@ def _byte_blocks(evidence: Evidence) -> Iterator[Block]:
     for name, rows in losses.items():
         for row in rows:
             cache = row.get("cache", plots.UNQUANTISED)
-            worst = plots.worst_losses(rows, cache)
+            worst = plots.worst_losses([each for each in rows if each.get("cache", plots.UNQUANTISED) == cache])
             lengths |= worst.keys()
             whose = "source" if cache.startswith("source") else name
             line = {"model": whose, "cache": cache.removeprefix("source, ")}

@@ -12,13 +12,15 @@ from mha2mla.eval.plotting import MAX_LINES, Curve, Panel, Picture, Point, chunk
 
 Row = Mapping[str, Any]
 Named = Mapping[str, Sequence[Row]]  # conversion → its rows
-UNQUANTISED = "16 bits"  # cache of a row of the converted model itself; older records name none
-# Curve of the picture of bytes → how the names of its caches begin, its role and style.
+UNQUANTISED = "16 bits"  # cache of rows that name none, as older records
+# Curve of the picture of bytes → how the names of its caches begin, its role and style. The last one has all others:
+# simulated codes and those of a checkpoint.
 CACHES: Mapping[str, tuple[str, Any, Any]] = {
     "source, KV codes": ("source", "source", "dashed"),
     "converted": (UNQUANTISED, "ours", "line"),
-    "latent codes": ("latent", "other", "dashed"),
+    "latent codes": ("", "other", "dashed"),
 }
+SIMULATED = ("source", "latent")  # how the names of caches begin that eval quality measures beside the model's own
 RATIO = "perplexity ÷ source's"
 # Key of a layer's row → what it is an error of; curves are named by the part before the comma.
 LAYER_COLUMNS = {
@@ -42,7 +44,7 @@ def loss_by_length(conversions: Named) -> list[Picture]:
     def points(rows: Sequence[Row]) -> list[Point]:
         return [(row["seqlen"], _number(row["perplexity_ratio"])) for row in rows]
 
-    worst = {name: found for name, rows in conversions.items() if (found := worst_losses(rows))}
+    worst = {name: worst_losses(rows) for name, rows in conversions.items() if rows}
     said = [f"{_change(loss)} at {length:,}" for found in worst.values() for length, loss in found.items()]
     said = ", ".join(dict.fromkeys(said[:1] + said[-1:])) + " tokens"
     if len(worst) > 1:
@@ -128,12 +130,16 @@ def _frontier(points: Sequence[Point]) -> list[Point]:
     return [a for a in set(points) if not any(b != a and b[0] <= a[0] and b[1] <= a[1] for b in points)]
 
 
-def worst_losses(rows: Sequence[Row], cache: str = UNQUANTISED) -> dict[int, float]:
+def own_rows(rows: Sequence[Row]) -> list[Row]:
+    """Rows of the converted model over its own cache, of 16 bits or of codes; not of quantised ones beside it."""
+    return [row for row in rows if not row.get("cache", UNQUANTISED).startswith(SIMULATED)]
+
+
+def worst_losses(rows: Sequence[Row]) -> dict[int, float]:
     """Window length → perplexity ratio on the text that loses most."""
     found: dict[int, float] = {}
     for row in rows:
-        if row.get("cache", UNQUANTISED) == cache:
-            found[row["seqlen"]] = max(_number(row["perplexity_ratio"]), found.get(row["seqlen"], -math.inf))
+        found[row["seqlen"]] = max(_number(row["perplexity_ratio"]), found.get(row["seqlen"], -math.inf))
     return dict(sorted(found.items()))
 
 

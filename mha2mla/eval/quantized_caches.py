@@ -39,7 +39,9 @@ class ComparedCache:
     """
 
     def __init__(self, model: nn.Module, name: str | None = None) -> None:
-        self.model, self.name = model, name or f"{getattr(model.config, 'latent_bits', 16)} bits"
+        bits = getattr(model.config, "latent_bits", 16)
+        by_layer = sorted(set(bits)) if isinstance(bits, list) else [bits]
+        self.model, self.name = model, name or f"{', '.join(map(str, by_layer))} bits"
 
     def run(self, module: nn.Module, ids: Tensor) -> Any:
         """Output of ``module``, the model or its base model, over windows of ids [B, L] without padding."""

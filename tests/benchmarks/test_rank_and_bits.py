@@ -28,6 +28,7 @@ def test_a_study_from_end_to_end(tiny_source, tmp_path, capsys, monkeypatch):
         "calibration_tokens": 1024,
         "device": "cpu",
         "json": str(file),
+        "picture": str(tmp_path / "rows.svg"),
     }
     assert rank_and_bits.study(**settings)
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
@@ -48,6 +49,9 @@ def test_a_study_from_end_to_end(tiny_source, tmp_path, capsys, monkeypatch):
         )
         assert quick["bits"] < 16 and quick["seconds"] > 0
     assert by_name["care 0.5"]["bytes"] <= 0.5
+    drawn = (tmp_path / "rows.svg").read_text(encoding="utf-8")
+    curves = ("source, KV codes", "converted", "latent codes")
+    assert all(f"windows of {length} tokens, {name}: " in drawn for length in (48, 96) for name in curves)
     converted = work / "source-32" / "model.safetensors"
     before = converted.stat().st_mtime_ns
     assert rank_and_bits.study(**settings, only=["rank"], minutes=0.0), "nothing begins after the last minute"

@@ -133,6 +133,20 @@ def test_records_from_before_quantised_caches_are_shown(tmp_path):
     assert "1.250" in Page(write_page([path], tmp_path / "report.html")).texts["td"]
 
 
+def test_a_checkpoint_of_codes_is_shown_by_its_own_rows_and_bytes(tiny_source, tmp_path):
+    recipe = {"preset": "minimal", "cache_ratio": 0.5, "latent.ranks": [64, 32], "latent.bits": [4, 3]}
+    recipe |= {"calibration.tokens": 256, "calibration.lengths": 64}
+    report = mha2mla.convert(tiny_source, tmp_path / "coded", recipe, device="cpu", evaluation_tokens=64)
+    sizes = ("--text", "builtin:prose", "--lengths", "16", "--max-tokens", 64, "--kv-bits", "4", "--device", "cpu")
+    assert run("eval", "quality", tiny_source, tmp_path / "coded", *sizes, "--json", tmp_path / "q.json") == 0
+    rows = json.loads((tmp_path / "q.json").read_text())["rows"]
+    assert [row["cache"] for row in rows][:1] == ["3, 4 bits"] and rows[0]["cache_share"] == report.cache_ratio
+    page = Page(write_page([tmp_path / "coded", tmp_path / "q.json"], tmp_path / "report.html"))
+    assert f"KV cache: {report.cache_bytes_per_token} of 256 bytes a token, bfloat16" in page.texts["dt"]
+    assert "perplexity of coded, windows of 16 tokens, worst text" in page.texts["dt"]
+    assert {"3, 4 bits", f"{rows[0]['perplexity_ratio']:.3f} ×"} <= {*page.texts["td"], *page.texts["dd"]}
+
+
 def test_rows_of_several_conversions_are_told_apart_by_their_cache(tmp_path):
     rows = [_loss(cache_ratio=0.5), _loss(cache_ratio=0.25, perplexity_ratio=1.75)]
     path = write_json(tmp_path / "q.json", kind="quality", rows=rows, source="a", dtype="float32")
