@@ -38,7 +38,8 @@ class Layer:
         )
         window = self.spec.sliding_windows[0]
         self.measure()
-        distance = torch.arange(40)[:, None] - torch.arange(40)[None]
+        self.position = torch.arange(self.inputs.shape[1])[None]
+        distance = self.position.T - self.position
         self.mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
     def stored_weights(self) -> AttentionWeights:
@@ -61,11 +62,9 @@ class Layer:
         """What transformers' own attention makes of the inputs."""
         base = self.model.model
         kind = [base.config.layer_types[0]] if isinstance(base.rotary_emb.rope_type, dict) else []
-        rotary = base.rotary_emb(self.inputs.float(), torch.arange(40)[None], *kind)
-        rotary = tuple(table.double() for table in rotary)
-        return base.layers[0].self_attn(self.inputs, position_embeddings=rotary, attention_mask=self.mask[None, None])[
-            0
-        ]
+        rotary = tuple(table.double() for table in base.rotary_emb(self.inputs.float(), self.position, *kind))
+        mask = self.mask[None, None]
+        return base.layers[0].self_attn(self.inputs, position_embeddings=rotary, attention_mask=mask)[0]
 
     def converted(self, recipe: recipes.Recipe) -> dict[str, torch.Tensor]:
         return tiny.convert_layer(self.spec, recipe.geometry(self.spec), recipe, self.weights, self.statistics)

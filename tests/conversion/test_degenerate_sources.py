@@ -19,7 +19,6 @@ from mha2mla.conversion.recipe import selections
 from mha2mla.conversion.target import LAYOUTS
 from tests.conversion import tiny
 from tests.conversion.one_layer import Layer
-from tests.conversion.plain_mla import plain_mla_attention, rotate
 from tests.conversion.tiny import Recipe
 from tests.few import each
 
@@ -131,27 +130,11 @@ def not_finite(tensors):
     return [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
 
 
-def source_output(layer) -> torch.Tensor:
-    """The source's attention written out, float64 [windows, length, hidden]."""
-    spec, weights, inputs = layer.spec, layer.weights, layer.inputs
-    position = torch.arange(inputs.shape[1])
-    query, key = (spec.heads(inputs, weights, which).transpose(1, 2) for which in "qk")
-    query, key = (rotate(x, spec.inv_freq, position, spec.attention_factor) for x in (query, key))
-    value = torch.nn.functional.linear(inputs, weights.v_weight, weights.v_bias)
-    value = value.unflatten(-1, (-1, spec.head_dim)).transpose(1, 2).repeat_interleave(spec.group_size, 1)
-    scores = query @ key.repeat_interleave(spec.group_size, 1).mT * spec.softmax_scale
-    scores = scores.masked_fill(position[:, None] < position, float("-inf"))
-    out = (scores.softmax(-1) @ value).transpose(1, 2).flatten(2)
-    return torch.nn.functional.linear(out, weights.o_weight, weights.o_bias)
-
-
 def error(layer, recipe, expected) -> float:
     """Norm of what the converted layer's output is off by."""
-    tensors, length = layer.converted(recipe), layer.inputs.shape[1]
+    tensors = layer.converted(recipe)
     assert not not_finite(tensors), recipe
-    mask = torch.ones(length, length, dtype=torch.bool).tril()
-    found = plain_mla_attention(layer.inputs, tensors, recipe.geometry(layer.spec), layer.spec, mask)
-    return float((found - expected).norm())
+    return float((layer.output(recipe, tensors) - expected).norm())
 
 
 @each("source, model", SOURCES, MODELS)
@@ -161,7 +144,7 @@ def test_every_rule_is_finite(source, model):
     case, dtype = model
     layer = DegenerateLayer(case, SOURCES[source], dtype)
     assert not not_finite({name: x for name, x in vars(layer.statistics).items() if isinstance(x, torch.Tensor)})
-    expected, rules = source_output(layer), itertools.cycle(itertools.product(LowRankRule.names(), (True, False)))
+    expected, rules = layer.source_output(), itertools.cycle(itertools.product(LowRankRule.names(), (True, False)))
     for layout in LAYOUTS:
         for selection, (rule, centered) in zip(selections(layout), rules, strict=False):
             keys = {"rope_selection": selection, "latent_rule": rule, "latent_centered": centered, "fit_output": True}
