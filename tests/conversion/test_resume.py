@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mha2mla.conversion.resume import FinishedLayers, ResumeError, WorkFolder, code_hash, has_pieces, tensor_hash
+from tests.folders import flip_bit
 
 REQUEST = {"recipe": {"layout": "shared", "seed": 0}, "device": "cpu", "code": "a" * 64}
 
@@ -48,12 +49,6 @@ def test_pieces_are_tensors_and_what_belongs_to_them(tmp_path):
     assert work.names() == [] and not has_pieces(tmp_path / "work") and opened(tmp_path).names() == []
 
 
-def flip_a_bit(path):
-    content = bytearray(path.read_bytes())
-    content[-3] ^= 4
-    path.write_bytes(bytes(content))
-
-
 def swap(path):
     other = path.with_name("layer-00002.safetensors")
     content = path.read_bytes()
@@ -75,7 +70,7 @@ def cut(path):
 
 @pytest.mark.parametrize(
     ("damage", "left"),
-    [(flip_a_bit, [0, 2]), (swap, [0]), (copy_another_layer, [0, 2]), (strip_the_hash, [0, 2]), (cut, [0, 2])],
+    [(flip_bit, [0, 2]), (swap, [0]), (copy_another_layer, [0, 2]), (strip_the_hash, [0, 2]), (cut, [0, 2])],
 )
 def test_a_file_that_is_not_what_was_put_there_does_not_count(damage, left, tmp_path):
     """One flipped bit of a weight reads as well as any other number."""
