@@ -106,9 +106,12 @@ class Evidence:
             )
         if kind == "conversion" and not (rows and "layer" in rows[0]):
             raise CheckpointError(f"{path} has no rows of layers; expected what convert --json writes")
+        if healed := found.get("healing", {}).get("name"):
+            found["converted_name"], found["name"] = found["name"], healed
         self.reports[kind].append(found)
-        environment = found.get("environment")
-        return {"kind": kind, "measured_on": describe_environment(environment) if environment else None}
+        environments = (found.get("environment"), found.get("healing", {}).get("environment"))
+        places = dict.fromkeys(describe_environment(each) for each in environments if each)
+        return {"kind": kind, "measured_on": "; healing: ".join(places) or None}
 
     def _read_answers(self, path: Path) -> dict[str, Any]:
         for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
@@ -198,6 +201,11 @@ def _facts(evidence: Evidence) -> list[tuple[str, str]]:
         cached = record.get("cache_bytes_per_token", 2 * record["cache_numel_per_token"])  # older records have none
         found.append((f"{record['cache_ratio']:.3g} ×", f"KV cache: {cached:,} of {before:,} bytes a token, bfloat16"))
         found.append((f"{record['weight_growth']:.3g} ×", f"parameters: {record['parameters']:,}"))
+        rows = record.get("healing", {}).get("rows", ())
+        if worst := max(rows, key=lambda row: row["ratio_after"], default=None):
+            where = f"windows of {worst['length']:,} tokens of {worst['text']}"
+            before = f"{worst['ratio_before']:.3f} before healing"
+            found.append((f"{worst['ratio_after']:.3f} ×", f"perplexity of {record['name']}, {where}; {before}"))
     for name, rows in evidence.losses.items():
         losses = plots.worst_losses(plots.own_rows(rows))
         for length in dict.fromkeys(list(losses)[:1] + list(losses)[-1:]):
@@ -226,6 +234,8 @@ def _sections(evidence: Evidence, inputs: Sequence[OutputPath], output: OutputPa
         "Every time belongs to a call that passed its check against float64, or its row says that it was not checked."
     )
     yield Section("Latency and speed-up", text, list(_latency_blocks(evidence)))
+    text = "Training towards the source's predictions. The record's other losses, by layer too, are from before it."
+    yield Section("Healing", text, list(_healing_blocks(evidence)))
     text = "Relative errors, on the held-out text of the conversion."
     yield Section("Loss by layer", text, list(_layer_blocks(evidence)))
     yield Section("Tasks", "Scores of lm-eval.", [
@@ -314,11 +324,27 @@ def _latency_blocks(evidence: Evidence) -> Iterator[Block]:
         yield Block("Runs of mha2mla generate", runs)
 
 
+def _healing_blocks(evidence: Evidence) -> Iterator[Block]:
+    for record in evidence.reports["conversion"]:
+        if healing := record.get("healing"):
+            trained, what = healing["trained"], healing["settings"]["train"]
+            headline = (
+                f"{record['name']}: {what} trained for {trained['seconds']:,.0f} s on {trained['tokens']:,} tokens"
+            )
+            columns = {"text": "text", "length": "window", "tokens": "tokens", "ratio_before": "ratio before"}
+            columns |= {"ratio_after": "after", "kl_before": "KL before (nats)", "kl_after": "after"}
+            yield Block(headline, healing["rows"], columns)
+            picture = plots.healing_curve(trained["curve"])
+            curve = [row for row in trained["curve"] if "held_out_kl" in row]
+            yield Block(picture.headline, curve, {"tokens": "tokens", "held_out_kl": "held-out KL (nats)"}, picture)
+
+
 def _layer_blocks(evidence: Evidence) -> Iterator[Block]:
     for record in evidence.reports["conversion"]:
         picture = plots.loss_by_layer(record["rows"])
         columns = {"layer": "layer", "kv_lora_rank": "rank", "latent_bits": "bits"} | plots.LAYER_COLUMNS
-        yield Block(f"{record['name']}. {picture.headline}", record["rows"], columns, picture)
+        name = record.get("converted_name", record["name"])
+        yield Block(f"{name}. {picture.headline}", record["rows"], columns, picture)
 
 
 def _answer_blocks(evidence: Evidence) -> Iterator[Block]:
@@ -347,6 +373,10 @@ def _commands(evidence: Evidence, inputs: Sequence[OutputPath], output: OutputPa
         recipe = yaml.safe_dump(record["recipe"], sort_keys=False)
         words = ["convert", record["source_name"], record["destination"], "--recipe", "recipe.yaml"]
         yield Block("Convert, with this recipe.yaml", code=f"{_line(*words)}\n\n# recipe.yaml\n{recipe}".rstrip())
+        if flags := record.get("healing", {}).get("flags"):
+            yield Block(
+                "Heal", code=_line("heal", record["source_name"], record["destination"], record["name"], *flags)
+            )
     for report in evidence.reports["quality"]:
         if report.get("converted"):
             yield Block("Measure what was lost", code=_quality_command(report))

@@ -192,6 +192,15 @@ def loss_by_layer(rows: Sequence[Row]) -> Picture:
     return Picture(f"Error by layer: {said}", panels, columns=2)
 
 
+def healing_curve(rows: Sequence[Row]) -> Picture:
+    """KL of a healing on held-out windows of its text against the tokens seen, from its curve."""
+    points = [(row["tokens"], row["held_out_kl"]) for row in rows if "held_out_kl" in row]
+    best = min(kl for _, kl in points)
+    headline = f"KL on held-out windows of its text: {points[0][1]:.3g} before, {best:.3g} at best"
+    panel = Panel("", "tokens seen", "KL (nats)", [Curve("held out", points)], ("linear", "linear"))
+    return Picture(headline, [panel], columns=1)
+
+
 def latencies(rows: Sequence[Row], op: str) -> tuple[list[Picture], list[dict[str, Any]]]:
     """Source beside converted over length, a column of panels for each batch, speed-ups below; and their table.
 

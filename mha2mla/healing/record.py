@@ -23,6 +23,7 @@ from mha2mla.modeling.config import CODE_FILES
 from mha2mla.modeling.stored_tensors import FREQUENCIES
 from mha2mla.terminal import progress_bar
 
+OWN_WINDOWS = "token windows of the caller"  # name of a text that the caller tokenised
 _UNTRAINED = ", without training."  # of the card that a conversion writes
 _CARD = """
 ## Healing
@@ -183,10 +184,14 @@ def write_record(
     """conversion.json and card of the conversion, whose figures stay as they are, with the healing's beside them."""
     fields = {name: value for name, value in record.items() if name not in ("schema", "kind", "rows")}
     healing = {key: value for key, value in report.to_dict().items() if key not in ("destination", "weights_sha256")}
+    name = Path(report.destination).resolve().name
+    healing |= {"name": name, "flags": _flags(report)}
     fields |= {"weights_sha256": report.weights_sha256, "healing": {**healing, "environment": dict(environment)}}
     write_json(folder / RECORD_FILE, kind="conversion", rows=record["rows"], **fields)
     card = converted.folder / CARD_FILE
-    text = card.read_text(encoding="utf-8") if card.is_file() else f"# {Path(report.destination).name}\n"
+    text = card.read_text(encoding="utf-8") if card.is_file() else f"# {name}\n"
+    for line in ("# {}\n", 'mha2mla.load("{}")'):
+        text = text.replace(line.format(record.get("name")), line.format(name), 1)
     values = report.to_dict() | {"what": _WHAT[report.settings.train], "record": RECORD_FILE}
     values["rows"] = "\n".join(
         f"| `{row['text']}` | {row['length']:,} | {row['tokens']:,} | {row['perplexity_source']:.4f} |"
@@ -196,3 +201,13 @@ def write_record(
     )
     text = text.replace(_UNTRAINED, ", and then healed by training (last section).", 1)
     (folder / CARD_FILE).write_text(text + _CARD.format_map(values), encoding="utf-8")
+
+
+def _flags(report: HealingReport) -> list[str]:
+    """Flags of ``mha2mla heal`` that name the run's preset, text and settings; none for the caller's own windows."""
+    if report.text["name"] == OWN_WINDOWS:
+        return []
+    settings, of_preset = vars(report.settings), vars(Settings.of(report.settings.preset))
+    given = {name: value for name, value in settings.items() if value not in (None, of_preset[name])}
+    words = {"preset": report.settings.preset, "text": report.text["name"], **given}
+    return [word for name, value in words.items() for word in ("--" + name.replace("_", "-"), str(value))]

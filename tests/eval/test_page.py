@@ -95,6 +95,23 @@ def test_folder_brings_the_reports_beside_its_weights(tiny_source, tmp_path):
     assert text.startswith("<!-- mha2mla report/1 -->\n\n# a → b\n") and text.count("| quality.json |") == 1
 
 
+def test_a_healed_checkpoint_has_figures_of_both_kinds(tiny_source, tiny_converted, tmp_path):
+    """It was called by the name of the conversion, and its training was not shown."""
+    record = json.loads((tiny_converted / "conversion.json").read_text())
+    row = {"text": "builtin:prose", "length": 128, "tokens": 254, "ratio_before": 1.75, "ratio_after": 1.125}
+    curve = [{"tokens": 0, "held_out_kl": 0.5}, {"tokens": 64, "kl": 0.4}, {"tokens": 64, "held_out_kl": 0.25}]
+    healing = {"name": "healed", "flags": ["--preset", "quick"], "rows": [row | {"kl_before": 0.5, "kl_after": 0.25}]}
+    healing |= {"settings": {"train": "lora"}, "trained": {"seconds": 5.0, "tokens": 64, "curve": curve}}
+    (tmp_path / "conversion.json").write_text(json.dumps(record | {"healing": healing}))
+    page = Page(write_page([tmp_path], tmp_path / "report.html"))
+    assert page.texts["h1"] == ["source → healed"] and page.texts["h2"][:2] == ["Healing", "Loss by layer"]
+    assert "1.125 ×" in page.texts["dd"] and {"1.750", "1.125", "0.2500"} <= set(page.texts["td"])
+    assert "KL on held-out windows of its text: 0.5 before, 0.25 at best" in page.texts["h3"]
+    assert any(line.startswith("converted. Error by layer") for line in page.texts["h3"])
+    shown = "\n".join(page.texts["pre"])
+    assert f"mha2mla heal {record['source_name']} {record['destination']} healed --preset quick" in shown
+
+
 def test_times_of_another_model_name_it(tmp_path):
     """A record of one model's losses beside one of a shape's times."""
     write_json(tmp_path / "q.json", kind="quality", rows=[_loss()], source="a", converted="b", dtype="float32")
