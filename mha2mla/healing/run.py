@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -35,7 +35,7 @@ from mha2mla.conversion.source.files import check_unchanged, faults_of_the_sourc
 from mha2mla.conversion.source.opening import OpenedFolder, Source, open_converted, open_source
 from mha2mla.environment import collect_environment, compute_device, device_name, installed_version
 from mha2mla.files import atomic_write
-from mha2mla.healing.record import HealingReport, check_pair, write_healed, write_record
+from mha2mla.healing.record import OWN_WINDOWS, HealingReport, check_pair, write_healed, write_record
 from mha2mla.healing.settings import DEFAULT_TEXT, PresetName, Settings
 from mha2mla.healing.student import Models, load_models
 from mha2mla.healing.text import describe_text, hold_out, source_perplexity, text_name, training_text, with_own_windows
@@ -43,7 +43,7 @@ from mha2mla.healing.training import Distillation, last_checkpoint, tokens_in, t
 from mha2mla.modeling.families import FAMILIES
 from mha2mla.pipeline.check import EVALUATION_TEXT, EVALUATION_TOKENS, HeldOut, source_folder
 from mha2mla.pipeline.sizing import recognize_gpu
-from mha2mla.terminal import waiting
+from mha2mla.terminal import announce, waiting
 
 T = TypeVar("T")
 
@@ -153,6 +153,7 @@ def heal(
         held = temporary_folder(final, overwrite=overwrite, worth_keeping=_has_work)
         folder = processes.share(lambda: stack.enter_context(held))
         work, checkpoints = folder / WORK_FOLDER, folder / WORK_FOLDER / _CHECKPOINTS
+        stack.enter_context(_leftovers_named(work, resume, show=progress and processes.is_main))
         weight_files, others = opened_source.identity()
         files = {**weight_files, **others}
         record = check_pair(opened_source, opened, weight_files)
@@ -172,10 +173,12 @@ def heal(
             pieces = processes.share(lambda: _open_work(work, request, resume))
             models = load_models(opened_source.folder, opened.folder, place, chosen)
             is_compiled = chosen.compile == "always" or (
-                chosen.compile == "auto" and place.type == "cuda" and not models.student.is_gradient_checkpointing
+                chosen.compile == "auto" and place.type == "cuda" and not models.recomputes
             )
             distillation = Distillation(models, torch.bfloat16 if place.type == "cuda" else None, is_compiled)
             tokens = processes.share(lambda: _budget(chosen, distillation, opened_source, pieces, progress))
+            if settings.get("batch_tokens") is None:
+                chosen = chosen.of_enough_steps(tokens // request["processes"])
             text_started = time.perf_counter()
             blocks = processes.share(
                 lambda: training_text(
@@ -195,13 +198,15 @@ def heal(
             if weights is not None:
                 weights = weights[: len(blocks)]
             about = {
-                "name": text if isinstance(text, str) else "token windows of the caller",
+                "name": text if isinstance(text, str) else OWN_WINDOWS,
                 **describe_text(blocks, opened_source.config.vocab_size),
                 "held_out_tokens": held_out.tokens.numel(),
                 "perplexity_source": source_perplexity(models.teacher, held_out),
                 "seconds": text_seconds,
             }
             newest = processes.share(lambda: last_checkpoint(checkpoints))
+            if newest and progress and processes.is_main:
+                announce(f"going on from {newest.name} of an interrupted run")
             result = train(
                 distillation, blocks, held_out, chosen, tokens, checkpoints,
                 going_on=newest, weights=weights, log=None if log is None else Path(log), progress=progress,
@@ -276,6 +281,18 @@ def _weights(token_weights: Tensor | None, text: str | Windows) -> Tensor | None
     if not token_weights.any():
         raise ValueError("token_weights is 0 everywhere; expected a token that counts")
     return token_weights.float() / token_weights.float().mean()
+
+
+@contextmanager
+def _leftovers_named(work: Path, resume: str, *, show: bool) -> Iterator[None]:
+    """Says after an interrupt or an error what is kept, and which command goes on from there."""
+    try:
+        yield
+    except BaseException as error:
+        if show and not isinstance(error, ResumeError) and _has_work(work):
+            without = "" if resume == "auto" else " without --resume never"
+            announce(f"what was done is kept in {work}: the same command{without} goes on from there")
+        raise
 
 
 def _has_work(work: Path) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -34,6 +34,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )  # fmt: skip
 
 
+FEWEST_STEPS = 50  # below, a preset's batches shrink: a small budget was one step, whose rate is 0
+
+
 @dataclass(frozen=True)
 class Settings:
     """Settings of one healing.
@@ -50,7 +53,7 @@ class Settings:
         length, long_length: tokens of a window; the first divides the second.
         long_share: share of the tokens that stand in long windows.
         own_share: share of the tokens, in short windows, that the converted model writes in place of the text's.
-        batch_tokens: of an optimizer step, in whole passes.
+        batch_tokens: of an optimizer step, in whole passes; a preset's is smaller where the budget is.
         tokens_at_once: of a forward and backward pass, in whole long windows.
         checkpointing: whether the backward pass recomputes activations; "auto" where hidden states have 2048 elements
             or more.
@@ -133,6 +136,10 @@ class Settings:
         if "long_length" not in given:
             values["long_length"] = max(values["length"], values["long_length"] // values["length"] * values["length"])
         return cls(**values)
+
+    def of_enough_steps(self, tokens: int) -> Settings:
+        """These settings, with smaller steps where ``tokens`` would be fewer than :data:`FEWEST_STEPS` of them."""
+        return replace(self, batch_tokens=max(2, min(self.batch_tokens, tokens // FEWEST_STEPS)))
 
     @property
     def accumulation(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,12 +32,14 @@ class Models:
         teacher: source model.
         adapted: the student under PEFT's wrapper; None without adapters.
         shared: names of the student's parameters that are the teacher's own memory.
+        recomputes: the backward pass recomputes activations.
     """
 
     student: nn.Module
     teacher: nn.Module
     adapted: Any
     shared: frozenset[str]
+    recomputes: bool
 
     def trained(self) -> dict[str, Tensor]:
         """Trained weights by their names in the checkpoint, float32; adapters are merged, and no longer there."""
@@ -75,9 +78,10 @@ def load_models(source: Path, converted: Path, device: torch.device, settings: S
         parameter.data = parameter.data.float()
     student.to(device)
     wide = student.config.hidden_size >= _WIDE
-    if settings.checkpointing == "always" or (settings.checkpointing == "auto" and wide):
+    recomputes = settings.checkpointing == "always" or (settings.checkpointing == "auto" and wide)
+    if recomputes:
         student.gradient_checkpointing_enable({"use_reentrant": False})
-    return Models(student, teacher, adapted, shared)
+    return Models(student, teacher, adapted, shared, recomputes)
 
 
 def parameter_groups(student: nn.Module, settings: Settings) -> list[dict[str, Any]]:
@@ -116,7 +120,9 @@ def _adapt(student: nn.Module, settings: Settings) -> Any:
     linear = [name for name, part in student.named_modules() if ATTENTION in name and isinstance(part, nn.Linear)]
     torch.manual_seed(settings.seed)
     rank = settings.lora_rank
-    return get_peft_model(student, LoraConfig(r=rank, lora_alpha=_LORA_ALPHA * rank, target_modules=linear))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft reads an attribute that transformers has renamed
+        return get_peft_model(student, LoraConfig(r=rank, lora_alpha=_LORA_ALPHA * rank, target_modules=linear))
 
 
 def _adapted(student: nn.Module) -> Iterator[tuple[str, Tensor]]:

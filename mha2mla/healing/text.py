@@ -177,7 +177,10 @@ def hold_out(blocks: TokenBlocks) -> tuple[TokenBlocks, TokenBlocks]:
         train += of_length[: len(of_length) - count]
         held += of_length[len(of_length) - count :]
     if not held:
-        raise ValueError(f"text has {len(blocks)} blocks of {blocks.size} tokens; expected two of a length at least")
+        raise ValueError(
+            f"text has {len(blocks)} blocks of {blocks.size} tokens; expected two of a length at least: more tokens, or"
+            " a smaller long_length"
+        )
     parts = (TokenBlocks(blocks.tokens[part], tuple(blocks.lengths[block] for block in part)) for part in (train, held))
     return tuple(parts)
 

@@ -268,21 +268,23 @@ class Trained:
 
 @deterministic(warn_only=True)  # the mode of train: in another one layers are compiled again
 def tokens_in(minutes: float, distillation: Distillation, settings: Settings, vocabulary: int) -> int:
-    """Tokens that ``minutes`` of training take on this machine, by a few passes over random tokens in windows of both
-    lengths, the first of which compile what is compiled; no step is made."""
+    """Tokens that ``minutes`` of training take on this machine, by passes over random tokens in windows of both
+    lengths; no step is made. A GPU is timed after a first pass, which compiles; a CPU by one long window, once."""
     device, seconds = distillation.student.device, 0.0
-    ids = torch.randint(vocabulary, (settings.pass_tokens // settings.long_length, settings.long_length)).to(device)
+    is_warmed = device.type == "cuda" or distillation.compiled
+    windows = settings.pass_tokens // settings.long_length if is_warmed else 1
+    ids = torch.randint(vocabulary, (windows, settings.long_length)).to(device)
     shares = {settings.length: 1.0}
     if settings.length < settings.long_length:
         shares = {settings.length: 1 - settings.long_share, settings.long_length: settings.long_share}
     for length, share in shares.items():
-        _first_pass(distillation, ids, length)
-        lengths, started = torch.full((len(ids),), length), _now(device)
-        for _ in range(_TIMED):
-            distillation.train()(ids, lengths)["loss"].backward()
-            distillation.zero_grad()
-        seconds += share * (_now(device) - started) / _TIMED
-    return max(settings.step_tokens, int(60 * minutes / seconds * settings.pass_tokens))
+        if is_warmed:
+            _first_pass(distillation, ids, length)
+        started, timed = _now(device), _TIMED if is_warmed else 1
+        for _ in range(timed):
+            _pass(distillation, ids, length)
+        seconds += share * (_now(device) - started) / timed
+    return max(settings.long_length, int(60 * minutes / seconds * ids.numel()))
 
 
 @deterministic(warn_only=True)  # the mode of train: in another one layers are compiled again
@@ -300,16 +302,20 @@ def _first_pass(distillation: Distillation, ids: Tensor, length: int) -> None:
     Warns:
         UserWarning: a layer does not compile, and why.
     """
-    lengths = torch.full((len(ids),), length)
     try:
-        distillation.train()(ids, lengths)["loss"].backward()
+        _pass(distillation, ids, length)
     except (RuntimeError, OSError) as error:
         if not distillation.compiled:
             raise
         distillation.compiled = False
         why = str(error).strip().partition("\n")[0]
         warnings.warn(f"decoder layers were not compiled, and training is slower: {why:.300}", stacklevel=3)
-        distillation(ids, lengths)["loss"].backward()
+        distillation.zero_grad()
+        _pass(distillation, ids, length)
+
+
+def _pass(distillation: Distillation, ids: Tensor, length: int) -> None:
+    distillation.train()(ids, torch.full((len(ids),), length))["loss"].backward()
     distillation.zero_grad()
 
 
@@ -376,7 +382,7 @@ def train(
     step_tokens = settings.step_tokens * arguments.world_size
     steps = max(1, tokens // step_tokens)
     every = max(1, steps // settings.evaluations)
-    arguments.max_steps, arguments.warmup_steps = steps, math.ceil(WARM_UP * steps)
+    arguments.max_steps, arguments.warmup_steps = steps, min(math.ceil(WARM_UP * steps), steps - 1)
     arguments.lr_scheduler_kwargs = {"num_decay_steps": max(1, round(DECAY * steps)), "decay_type": "1-sqrt"}
     arguments.eval_steps = arguments.save_steps = every
     arguments.logging_steps = max(1, steps // _LOGS)

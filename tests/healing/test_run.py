@@ -18,7 +18,7 @@ from mha2mla.conversion.destination import DestinationError
 from mha2mla.conversion.resume import ResumeError
 from mha2mla.eval.inspection import verify_weights
 from mha2mla.healing import run, student, text, training
-from tests.commands import ROOT
+from tests.commands import ROOT, parse
 from tests.conversion import tiny
 from tests.conversion.tiny import SHORT
 from tests.few import few
@@ -99,6 +99,11 @@ def test_healed_checkpoint_is_a_conversion_with_both_figures(folders, tmp_path):
     assert verify_weights(tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
     assert "without training" not in card and "## Healing" in card and f"{row['ratio_after']:.4f}" in card
+    assert "\n# out\n" in card and 'mha2mla.load("out")' in card and new["healing"]["name"] == "out"
+    given = parse("heal", "a", "b", "c", *new["healing"]["flags"])
+    assert {name: value for name, value in vars(given["settings"]).items() if value is not None} == {
+        "tokens": 2560, "batch_tokens": 128, "tokens_at_once": 64, "rate": 5e-4, "length": 32, "long_length": 32
+    } and (given["text"], given["preset"]) == ("builtin:prose", "standard")  # fmt: skip
     assert "attention's weights" in str(report) and "2,560 tokens in 20 steps" in str(report)
     described = f"{report.text['distinct_4grams']:.0%} of its runs of four tokens"
     assert described in str(report) and described in card and f"{report.text['perplexity_source']:.4g}" in card
@@ -142,6 +147,15 @@ class Steps:
 def test_tokens_are_a_budget_in_whole_steps(folders, tmp_path, monkeypatch):
     counted = Steps(monkeypatch)
     assert heal(folders, tmp_path / "out", tokens=1280 + 127).trained.tokens == 1280 == counted.trained_tokens
+
+
+def test_a_small_budget_is_many_steps(folders, tmp_path):
+    """It was one step of the preset's batch, more tokens than asked for, with the warm-up's rate of 0."""
+    few = {"preset": "quick", "tokens": 1600, "batch_tokens": None, "tokens_at_once": None}
+    report = heal(folders, tmp_path / "out", **few)
+    assert (report.trained.steps, report.trained.tokens, report.settings.batch_tokens) == (50, 1600, 32)
+    report = heal(folders, tmp_path / "one", tokens=32, batch_tokens=32)
+    assert report.trained.steps == 1 and [row["rate"] for row in report.trained.curve if "rate" in row] == [3e-3]
 
 
 def kill():
@@ -206,14 +220,15 @@ def test_a_killed_run_goes_on_to_the_bit(ends, passes, compile, folders, whole, 
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_other_settings_do_not_go_on(folders, tmp_path, monkeypatch):
+def test_other_settings_do_not_go_on(folders, tmp_path, monkeypatch, capsys):
     def interrupt():
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         Steps(patch, at=13, ends=interrupt)
         with pytest.raises(KeyboardInterrupt):
-            heal(folders, tmp_path / "out")
+            heal(folders, tmp_path / "out", progress=True)
+    assert "what was done is kept in" in capsys.readouterr().err
     with pytest.raises(ResumeError, match=r"checkpoint-6 .* differs in settings.rate \(0.003 there, 0.001 now\)"):
         heal(folders, tmp_path / "out", rate=1e-3)
     counted = Steps(monkeypatch)

@@ -29,13 +29,15 @@ def test_blocks_of_a_pass_have_one_length():
     assert all(abs(order.count(block) - 10) <= 1 for block in range(16))
 
 
-def test_minutes_become_tokens_by_the_clock(folders, monkeypatch):
+@pytest.mark.parametrize(("compiled", "passes"), [(True, 3), (False, 1)], ids=["after a first pass", "plain, once"])
+def test_minutes_become_tokens_by_the_clock(compiled, passes, folders, monkeypatch):
     settings = Settings.of("quick", minutes=2.0, length=32, long_length=64, batch_tokens=64, tokens_at_once=64)
     distillation = Distillation(load_models(*folders, torch.device("cpu"), settings), None)
-    clock = iter([10.0, 16.0, 20.0, 32.0])  # three passes of 64 tokens in six seconds, of long windows in twelve
+    distillation.compiled = compiled
+    clock = iter([10.0, 16.0, 20.0, 32.0])  # the passes of 64 tokens in six seconds, of long windows in twelve
     monkeypatch.setattr(training, "_now", lambda _: next(clock))
     before = {name: each.clone() for name, each in distillation.state_dict().items()}
-    assert tokens_in(2.0, distillation, settings, 258) == int(120 / (0.8 * 2 + 0.2 * 4) * 64)
+    assert tokens_in(2.0, distillation, settings, 258) == int(120 / ((0.8 * 6 + 0.2 * 12) / passes) * 64)
     assert all(torch.equal(before[name], each) for name, each in distillation.state_dict().items())
     assert all(each.grad is None for each in distillation.parameters())
 
