@@ -177,11 +177,16 @@ def test_messages_name_flags(tiny_source, tiny_converted, capsys):
     [
         ("", "VERB is not given", ""),
         ("eval", "VERB is not given", " eval"),
-        ("frobnicate", 'Unknown command "frobnicate"', ""),
+        ("frobnicate", 'Unknown command "frobnicate" (mha2mla', ""),
         ("convrt a b", 'Unknown command "convrt". Did you mean "convert"?', ""),
         ("eval qualty a b", 'Unknown command "qualty". Did you mean "quality"?', " eval"),
         ("convert a", 'Command "convert" parameter DESTINATION requires an argument', " convert"),
-        ("convert a b c", "Unused Tokens: ['c']", " convert"),
+        ("convert a b c", "Unused Tokens: ['c'] (", " convert"),
+        (
+            "convert a b --latent.ranks 8 16",
+            "Unused Tokens: ['16']; numbers of a list are joined by commas",
+            " convert",
+        ),
         ("convert a b --layot shared", "Unknown option: --layot. Did you mean --layout?", " convert"),
         ("convert a b --latent.rul x", "Unknown option: --latent.rul. Did you mean --latent.rule?", " convert"),
         ("eval quality a b --speed 11", "Unknown option: --speed", " eval quality"),

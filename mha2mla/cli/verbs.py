@@ -486,7 +486,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return app.meta(words, exit_on_error=False, print_error=False, result_action="return_value") or 0
         except CycloptsError as error:
             verb = " ".join(("mha2mla", *(error.command_chain or ())))
-            message = " ".join(str(error).rstrip(".").split())
+            message = re.sub(r"\.? Available commands:.*", "", " ".join(str(error).rstrip(".").split()))
+            message += "; numbers of a list are joined by commas" if re.search(r"Tokens: \['\d", message) else ""
             print(f"mha2mla: error: {shorten(message)} ({verb} --help lists what there is)", file=sys.stderr)
             return 2
 

@@ -150,9 +150,7 @@ def change_layout(arguments: Arguments, folder: Path, started: float) -> Convers
 
 def _check_recipe(arguments: Arguments) -> None:
     recipe = arguments.recipe
-    why = (
-        f"source {str(arguments.source)!r} is a checkpoint of this package, which is changed without loss or not at all"
-    )
+    why = f"source {str(arguments.source)!r} is converted already; what is left is a move, without loss, to 'latent'"
     if isinstance(recipe, Recipe):
         raise ValueError(f"recipe is a {type(recipe).__name__}; expected the mapping {{'layout': 'latent'}}: {why}")
     if recipe["preset"] != AUTO:
