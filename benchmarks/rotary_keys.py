@@ -1,10 +1,10 @@
-"""Layout latent on a GPU with rotary keys computed whenever they are read against keys kept beside the latent.
+"""Layout latent on a GPU with rotary keys computed whenever they are read against keys kept in 16 and in 8 bits.
 
     python benchmarks/rotary_keys.py --json benchmarks/results/h200-rotary-keys.json
     python benchmarks/rotary_keys.py --only "op 512+128,step qwen2.5-7b"
 
 A row of ``op`` is one decode call over 64 sequences, 300 MB with kept keys; of ``step`` one step of a whole model with
-random weights, over caches of random numbers. Both ways are checked against float64 first: of a step, the logits of a
+random weights, over caches of random numbers. All ways are checked against float64 first: of a step, the logits of a
 model of one such layer after a real prompt. The limit of a way reads its cache, and in a step the weights, once at R.
 "share" is limit over time: of the op with a dirty L2, of a step as a CUDA graph.
 """
@@ -36,11 +36,13 @@ from mha2mla.kernels.parallel_compilation import CompileJob, compile_in_processe
 from mha2mla.kernels.split_kv.op import compiled_shape
 from mha2mla.modeling import MHA2MLAForCausalLM
 from mha2mla.modeling.config import MHA2MLAConfig
-from mha2mla.testing.problems import LatentProblem, Problem, judge
+from mha2mla.testing.problems import KeyCodesProblem, LatentProblem, Problem, judge
 from mha2mla.testing.timing import time_callable
 from mha2mla.trial_models import ShapeName, converted_config, random_model, source_config
 
 WAYS = {"computed": "none", "kept": "bfloat16"}  # rotary_key_cache
+KEPT = {"kept": Problem, "kept8": KeyCodesProblem}
+NAMES = ("computed", *KEPT)
 WIDTHS = ((512, 64), (1024, 64), (512, 128), (192, 128))  # d_c, d_r
 HEADS = (9, 28, 40)
 OP_BYTES, OP_BATCH = 300e6, 64
@@ -49,8 +51,8 @@ ROWS = ((1, 2048), (8, 2048), (16, 8192), (64, 8192), (128, 8192))  # sequences,
 CHECKED = (2, 1024)  # the same of the check of a step
 COLUMNS = (
     "level", "shape", "H", "batch", "context", "auto", *(
-        f"{way}_{key}" for key in ("MB", "us", "limit_us", "share", "graph_share", "error") for way in WAYS
-    ), "gain", "status",
+        f"{way}_{key}" for key in ("MB", "us", "limit_us", "share", "graph_share", "error") for way in NAMES
+    ), "gain", "gain8", "status",
 )  # fmt: skip
 
 
@@ -60,33 +62,36 @@ def op_problem(heads: int, d_c: int, d_r: int, batch: int = OP_BATCH, size: floa
     return LatentProblem(heads, 1, d_c, d_r, (length,) * batch, slack=0)
 
 
-def with_kept_keys(problem: LatentProblem) -> Problem:
+def with_kept_keys(problem: LatentProblem, way: str = "kept") -> Problem:
     """The same call over stored keys."""
-    return Problem(**{field.name: getattr(problem, field.name) for field in fields(Problem)})
+    return KEPT[way](**{field.name: getattr(problem, field.name) for field in fields(Problem)})
 
 
 def peers_of(case: SpeedCase, inputs: dict[str, Any], expected: torch.Tensor) -> dict[str, Peer]:
-    """The call over kept keys, on numbers of its own; judged against float64."""
-    problem, device = with_kept_keys(case.problem), inputs["q_latent"].device
+    """The calls over kept keys, on numbers of their own; judged against float64."""
+    device, found = inputs["q_latent"].device, {}
     backend = "reference" if device.type == "cpu" else "tilelang"
-    mine = problem.inputs(torch.bfloat16, device)
-    call = partial(mla_decode, **mine, plan=problem.plan(mine, backend), backend=backend)
-    judgement = judge(mine, *call(return_lse=True))
-    clean(mine)
-    return {"kept": call} if judgement.ok else {"kept": f"wrong: {judgement.reason}"}
+    for way in KEPT:
+        problem = with_kept_keys(case.problem, way)
+        mine = problem.inputs(torch.bfloat16, device)
+        call = partial(mla_decode, **mine, plan=problem.plan(mine, backend), backend=backend)
+        judgement = judge(mine, *call(return_lse=True))
+        clean(mine)
+        found[way] = call if judgement.ok else f"wrong: {judgement.reason}"
+    return found
 
 
 def op_row(problem: LatentProblem, rate: float, min_run_time: float, device: str) -> Row:
-    """Both ways of a decode call; ``rate``: R, bytes per second."""
+    """All ways of a decode call; ``rate``: R, bytes per second."""
     found = measure_decode(mla_decode, peers_of, decode_case(problem), True, min_run_time, device)
-    wrong = found["kept"] if isinstance(found.get("kept"), str) else None
-    kept, width = with_kept_keys(problem), f"{problem.kv_lora_rank}+{problem.qk_rope_head_dim}"
+    wrong = next((f"{way}: {found[way]}" for way in KEPT if isinstance(found.get(way), str)), None)
+    width = f"{problem.kv_lora_rank}+{problem.qk_rope_head_dim}"
     row: Row = {"level": "op", "shape": width, "H": problem.heads, "batch": len(problem.lengths)}
     row |= {"context": problem.lengths[0], "status": wrong or found["status"], "computed_error": found["error"]}
-    times = {"computed": (found.get("us"), found.get("us_graph_warm"))}
-    times["kept"] = (None, None) if wrong else (found.get("kept"), found.get("kept_graph"))
-    for way, each in (("computed", problem), ("kept", kept)):
-        us, graph = times[way]
+    for way in NAMES:
+        each = problem if way == "computed" else with_kept_keys(problem, way)
+        us, graph = (found.get(key) for key in (("us", "us_graph_warm") if each is problem else (way, f"{way}_graph")))
+        us, graph = (None, None) if isinstance(us, str) else (us, graph)
         row |= {f"{way}_MB": each.cache_bytes() / 1e6, f"{way}_limit_us": (limit := each.cache_bytes() / rate * 1e6)}
         row |= {} if us is None else {f"{way}_us": us, f"{way}_share": limit / us}
         row |= {} if graph is None else {f"{way}_graph_share": limit / graph}
@@ -167,7 +172,7 @@ def jobs() -> list[CompileJob]:
     cases += [(op_problem(h, *widths), [batch for batch, _ in ROWS]) for h, widths in heads.items()]
     for problem, batches in cases:
         calls = [(batch, lambda resident: resident) for batch in batches]
-        for each in (problem, with_kept_keys(problem)):
+        for each in (problem, *(with_kept_keys(problem, way) for way in KEPT)):
             found.append(compile_job(each.op, compiled_shape(each.shape()), here, calls))
     return found
 
@@ -178,7 +183,7 @@ def rotary_keys(
     budget: float = 170.0,
     json: str | None = None,
 ) -> bool:
-    """Checks and times decode calls and steps with computed and with kept rotary keys.
+    """Checks and times decode calls and steps with computed and with kept rotary keys, these in 16 and in 8 bits.
 
     Args:
         only: rows whose name ("op 512+64", "step llama-3-8b") contains this, or one of these, separated by commas.
@@ -218,15 +223,16 @@ def rotary_keys(
             for row in step_rows(name, step_config(name), list(ROWS), rate["R"], min_run_time, device):
                 add(table, row | checked, layer)
         torch.cuda.empty_cache()
-    title = f"rotary keys computed and kept; R = {rate['R'] / 1e12:.2f} TB/s ({rate['R_from']})"
+    title = f"rotary keys computed, and kept in 16 and 8 bits; R = {rate['R'] / 1e12:.2f} TB/s ({rate['R_from']})"
     return table.show(title, [column for column in COLUMNS if any(column in row for row in table.rows)])
 
 
 def add(table: Recording, row: Row, layer: MLAGeometry) -> None:
     """Puts a row into the table, with what "auto" would take and how many times faster kept keys are."""
     row["auto"] = "kept" if keeps_keys((layer,)) else "computed"
-    if "kept_us" in row and "computed_us" in row:
-        row["gain"] = row["computed_us"] / row["kept_us"]
+    for way, gain in zip(KEPT, ("gain", "gain8"), strict=True):
+        if f"{way}_us" in row and "computed_us" in row:
+            row[gain] = row["computed_us"] / row[f"{way}_us"]
     table.add(row)
 
 

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, fields, replace
 
 LATENT_BITS = (16, 8, 4, 3)
 LATENT_GROUPS = (32, 64)
+KEY_BITS = (16, 8)
+SCALE_BYTES = 4  # of a token's rotary key in 8 bits
 
 
 @dataclass(frozen=True)
@@ -29,10 +31,13 @@ class MLAGeometry:
         rope_from_latent: nothing rotary is cached: ``k_pe[t] = m R(t) (W_KR c[t] + b_KR)``; needs G = 1.
         latent_bits: of a cached latent element: 16 stands for the model's dtype, 8, 4 and 3 for integer codes.
         latent_group: elements whose codes share a scale and an offset of 16 bits each.
+        key_bits: of a cached rotary key's element: 16 stands for the model's dtype, 8 for e4m3 numbers and a float32
+            scale a token, of the keys of a layer that could compute them; needs G = 1 and ``latent_bits`` 16.
 
     Attributes:
         has_rope_cache: rotary keys are cached, beside the latent; False where they are computed from it.
         has_codes: latents are cached as integer codes.
+        has_key_codes: rotary keys are cached in 8 bits.
 
     Raises:
         ValueError: naming the argument, its value and what was expected.
@@ -49,6 +54,7 @@ class MLAGeometry:
     rope_from_latent: bool = False
     latent_bits: int = 16
     latent_group: int = 32
+    key_bits: int = 16
 
     def __post_init__(self) -> None:
         if self.v_head_dim is None:
@@ -81,17 +87,28 @@ class MLAGeometry:
             raise ValueError(f"qk_rope_head_dim is {self.qk_rope_head_dim}; expected an even number (RoPE turns pairs)")
         if self.rope_from_latent and self.num_rope_heads != 1:
             raise ValueError(f"num_rope_heads is {self.num_rope_heads}; expected 1 with rope_from_latent")
-        for name, allowed in (("latent_bits", LATENT_BITS), ("latent_group", LATENT_GROUPS)):
+        for name, allowed in (("latent_bits", LATENT_BITS), ("latent_group", LATENT_GROUPS), ("key_bits", KEY_BITS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected one of {allowed}")
+        if self.key_bits == 8 and (self.rope_from_latent or self.num_rope_heads != 1 or self.latent_bits != 16):
+            raise ValueError(
+                f"key_bits is 8 with num_rope_heads={self.num_rope_heads}, latent_bits={self.latent_bits} and"
+                f" rope_from_latent={self.rope_from_latent}; expected 16, or 1, 16 and False"
+            )
         # No fields, which asdict would list; no properties, which each layer of a step would call.
         object.__setattr__(self, "has_rope_cache", not self.rope_from_latent)
         object.__setattr__(self, "has_codes", self.latent_bits < 16)
+        object.__setattr__(self, "has_key_codes", self.key_bits < 16)
 
     @property
     def with_stored_keys(self) -> MLAGeometry:
         """The layer over a cache that keeps its rotary keys beside the latent."""
         return replace(self, rope_from_latent=False)
+
+    @property
+    def with_key_codes(self) -> MLAGeometry:
+        """The same of keys in 8 bits."""
+        return replace(self, rope_from_latent=False, key_bits=8)
 
     @property
     def rope_width(self) -> int:
@@ -123,11 +140,11 @@ class MLAGeometry:
 
     def cache_bytes_per_token(self, itemsize: int) -> int:
         """Bytes cached per token and layer for elements of ``itemsize`` bytes (2 for bfloat16); latents that are codes
-        with their scales, offsets and padding."""
+        with their scales, offsets and padding, keys in 8 bits with their scale."""
         latent = self.kv_lora_rank * itemsize
         if self.has_codes:
             latent = code_bytes(self.kv_lora_rank, self.latent_bits, self.latent_group)
-        return latent + self.rope_width * itemsize
+        return latent + (self.rope_width + SCALE_BYTES if self.has_key_codes else self.rope_width * itemsize)
 
     def decode_flops_per_token(self) -> int:
         """Multiply-adds counted twice, of one query token per cached token, in the absorbed form: 2 H (2 d_c + d_r);
@@ -142,7 +159,8 @@ class MLAGeometry:
         return (
             f"H={self.num_attention_heads} G={self.num_rope_heads} d_c={self.kv_lora_rank} d_r={self.qk_rope_head_dim}"
             f"{' from the latent' if self.rope_from_latent else ''} ({self.cache_numel_per_token} numbers per token"
-            f"{f', latents in {self.latent_bits} bits' if self.has_codes else ''})"
+            f"{f', latents in {self.latent_bits} bits' if self.has_codes else ''}"
+            f"{', rotary keys in 8 bits' if self.has_key_codes else ''})"
         )
 
 

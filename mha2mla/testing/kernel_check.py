@@ -31,7 +31,7 @@ from mha2mla.kernels.split_kv.op import compiled_shape
 from mha2mla.kernels.split_kv.reference import Span, plan_fragments, write_schedule
 from mha2mla.terminal import progress_bar
 from mha2mla.testing.numeric_check import NOT_CHECKED
-from mha2mla.testing.problems import UNUSED_PAGE, LatentProblem, Problem, judge
+from mha2mla.testing.problems import UNUSED_PAGE, KeyCodesProblem, LatentProblem, Problem, judge
 from mha2mla.testing.timing import start_device
 
 REPEATS = 3  # a race may show only now and then
@@ -69,8 +69,8 @@ class Case:
 
 
 def draw_geometry(rng: random.Random, latent: bool) -> tuple[Problem, str]:
-    """A problem without lengths, and a dtype; popular geometries often. ``latent``: over a cache of the latent alone,
-    every third one of e4m3 latents; else over stored rotary keys."""
+    """A problem without lengths, and a dtype; popular geometries often. ``latent``: of the layout that caches it alone,
+    every third one of e4m3 latents and some with e4m3 keys; else over stored rotary keys."""
     page, seqlen_q = rng.choice((16, 32, 64, 64, 128)), rng.choice((1, 1, 1, 2, 4, 8))
     paged = {"lengths": (), "page_size": page, "seqlen_q": seqlen_q}
     dtype = rng.choice(("bfloat16", "bfloat16", "float16"))
@@ -79,6 +79,8 @@ def draw_geometry(rng: random.Random, latent: bool) -> tuple[Problem, str]:
         d_c = rng.choice((72, 120, 192, 256, 384, 512, 1024, *[8 * rng.randint(1, 64)] * 5, 8 * rng.randint(65, 128)))
         d_r = rng.choice((32, 64, 64, 96, 128, 8 * rng.randint(1, 16)))
         extra = {"scaling": rng.choice((1.0, 1.3)), "codes": rng.random() < 1 / 3}
+        if not extra["codes"] and rng.random() < 1 / 3:
+            return KeyCodesProblem(heads, 1, d_c, -(-d_r // 16) * 16, **paged, scaling=extra["scaling"]), dtype
         return LatentProblem(heads, 1, d_c, d_r, **paged, **extra), dtype
     heads = rng.choice((1, 3, 8, 9, 12, 14, 16, 24, 32, 40, 48, 56, 63, 64, 126, 128, *[rng.randint(1, 128)] * 8))
     groups = rng.choice((1, heads, rng.choice([g for g in range(1, heads + 1) if heads % g == 0])))

@@ -16,10 +16,19 @@ from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels.gqa_decode.api import GQA, plan_gqa_decode
 from mha2mla.kernels.gqa_decode.selection import GQAShape
 from mha2mla.kernels.group_codes.api import GroupQuantizer
-from mha2mla.kernels.mla_decode.api import FP8, GROUP_CODES, LATENT, LATENT_CODES, LATENT_FP8, MLA, plan_mla_decode
+from mha2mla.kernels.mla_decode.api import (
+    FP8,
+    FP8_KEYS,
+    GROUP_CODES,
+    LATENT,
+    LATENT_CODES,
+    LATENT_FP8,
+    MLA,
+    plan_mla_decode,
+)
 from mha2mla.kernels.mla_decode.codes_selection import code_of
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent, quantize_latent
-from mha2mla.kernels.rope_append.api import LatentRope, rotary_keys
+from mha2mla.kernels.rope_append.api import LatentRope, kept_keys, rotary_keys
 from mha2mla.kernels.split_kv.choice import TILE_TOKENS
 from mha2mla.kernels.split_kv.op import PagedOp, compiled_shape
 from mha2mla.kernels.split_kv.plan import DecodePlan
@@ -257,6 +266,26 @@ class LatentProblem(Problem):
 
 
 @dataclass(frozen=True)
+class KeyCodesProblem(LatentProblem):
+    """One decode call over 16-bit latents and e4m3 rotary keys; ``bias``: how large entries of b_KR are."""
+
+    bias: float = 10.0
+
+    op = FP8_KEYS
+    flops = Problem.flops
+
+    @property
+    def geometry(self) -> MLAGeometry:
+        return super().geometry.with_key_codes
+
+    def inputs(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> dict[str, Any]:
+        made, rope = Problem.inputs(self, dtype, device), super().inputs(dtype, device)["rope"]
+        codes, scale = quantize_latent(made["rope_cache"])
+        rope = replace(rope, bias=self.bias * rope.bias)
+        return made | {"rope_cache": codes, "rope_scale": scale[:, :, 0].contiguous(), "rope": rope}
+
+
+@dataclass(frozen=True)
 class GroupCodesProblem(Problem):
     """One decode call over integer codes of ``bits`` bits and rotary keys; every third is near the second center."""
 
@@ -372,7 +401,7 @@ def _op_of(inputs: dict[str, Any]) -> tuple[PagedOp, tuple[str, ...], tuple[str,
 
 
 def with_keys(inputs: dict[str, Any], dtype: torch.dtype = torch.float64) -> dict[str, Any]:
-    """The same call over a cache that also holds rotary keys, in ``dtype``, if it is one over the latent alone.
+    """The same call over a cache that holds rotary keys, in ``dtype``, if it is one over the latent alone or e4m3 keys.
 
     Codes are dequantised, integer ones to ``dtype``. Each page has to belong to one sequence, as
     :meth:`Problem.inputs` makes them.
@@ -396,8 +425,13 @@ def with_keys(inputs: dict[str, Any], dtype: torch.dtype = torch.float64) -> dic
     first = torch.zeros(latent.shape[0], dtype=torch.long, device=table.device)
     first[table[held].long()] = place[held].long()
     positions = first[:, None] + torch.arange(latent.shape[1], device=table.device)
-    keys = rotary_keys(latent.to(dtype), rope, positions)
-    return {name: value for name, value in inputs.items() if name != "rope"} | {"rope_cache": keys[:, :, None]}
+    scale = inputs.get("rope_scale")
+    if scale is None:
+        keys = rotary_keys(latent.to(dtype), rope, positions)
+    else:
+        keys = kept_keys(inputs["rope_cache"][:, :, 0], scale, rope, positions, dtype)
+    others = {name: value for name, value in inputs.items() if name not in ("rope", "rope_scale")}
+    return others | {"rope_cache": keys[:, :, None]}
 
 
 def exact(inputs: dict[str, Any], window: int | None = None, sinks: int = 0) -> tuple[Tensor, Tensor]:

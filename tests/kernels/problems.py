@@ -60,7 +60,8 @@ def kernels_of(op: PagedOp, shape, capability: int) -> list[KernelChoice]:
         return gqa_selection.list_kernels(shape, capability)
     if op in (GROUP_CODES, LATENT_CODES):
         return codes_selection.list_kernels(shape, capability, has_rope_cache=op is GROUP_CODES)
-    how = {"has_rope_cache": "rope_cache" in op.names, "codes": "latent_scale" in op.names}
+    how = {"has_rope_cache": "rope_cache" in op.names}
+    how |= {"codes": "latent_scale" in op.names, "key_codes": "rope_scale" in op.names}
     return mla_selection.list_kernels(shape, capability, **how)
 
 
@@ -151,8 +152,10 @@ def run_kernels(
             "rope_weight": rope.weight, "rope_bias": rope.bias, "inv_freq": rope.inv_freq, "page_offsets": offsets,
         }  # fmt: skip
         last = float(rope.scaling), int(rope.page_offsets is not None)
-    elif "rope_cache" in inputs:
-        tensors = inputs | {"rope_cache": inputs["rope_cache"].flatten(2)}
+    if inputs.get("rope_cache") is not None:
+        keys = inputs["rope_cache"].flatten(2)
+        is_widened = keys.dtype == torch.float8_e4m3fn and out.device.type == "cpu"  # the C target has no such numbers
+        tensors = tensors | {"rope_cache": keys.float() if is_widened else keys}
     if "centers" in inputs:
         tensors = tensors | {"latent_cache": inputs["latent_cache"].flatten(1)}
     split(

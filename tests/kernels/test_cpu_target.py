@@ -14,7 +14,7 @@ import torch
 
 from mha2mla.kernels.gqa_decode.api import GQA
 from mha2mla.kernels.split_kv.choice import MAX_SPLITS, tile_rows
-from mha2mla.testing.problems import GQAProblem, LatentProblem, Problem
+from mha2mla.testing.problems import GQAProblem, KeyCodesProblem, LatentProblem, Problem
 from tests.few import few
 from tests.kernels.compiled import for_cpu
 from tests.kernels.problems import assert_right, kernels_of, name, poison_unseen_pages, random_work, run_kernels
@@ -27,7 +27,7 @@ from mha2mla.kernels.split_kv.combine import SIZES, make_combine
 
 @cache
 def compiled_split(op, shape, max_rows: int, max_groups: int, block_tokens: int, variant: str):
-    portable = ("portable", "swap_ab", "latent_portable")
+    portable = ("portable", "swap_ab", "latent_portable", "fp8_keys_portable")
     choice = next(c for c in kernels_of(op, shape, 80 if op is GQA else 90) if c.kernel in portable)
     groups = shape.num_kv_heads if op is GQA else shape.num_rope_heads
     tiling = tile_rows(shape.heads, groups, shape.seqlen_q, max_rows, 1 if op is GQA else max_groups, packed=op is GQA)
@@ -83,6 +83,11 @@ LATENT_SHAPES = [
     LatentProblem(1, 1, 8, 8, (64, 1)),
     LatentProblem(33, 1, 144, 64, (100, 64), page_size=32, first_position=131072),
 ]
+KEY_CODES = [
+    KeyCodesProblem(9, 1, 72, 32, (1, 63, 64, 65, 200), scaling=1.2),
+    KeyCodesProblem(14, 1, 88, 128, (5, 70), page_size=16, seqlen_q=2, starts=(0, 66), bias=600.0),
+    KeyCodesProblem(6, 1, 64, 96, (200,), page_size=128, shuffled=True, window=70, sinks=3),
+]
 
 
 @few("problem", [*SHAPES[:6], *GQA_SHAPES, *SHAPES[6:]], count=13, ids=name)
@@ -98,6 +103,13 @@ def test_no_latent_shape_reads_poison_or_drops_heads(problem, variant):
     """The same, with pages at offsets of their own."""
     for num_ctas in (1, 12):
         run(problem, num_ctas, variant=variant)
+
+
+@few("problem", KEY_CODES, count=3, ids=name)
+def test_no_shape_of_fp8_keys_reads_poison(problem):
+    """With biases of any size, beside the float64 of what codes, scales and biases give."""
+    for num_ctas in (1, 12):
+        run(problem, num_ctas, variant="")
 
 
 LENGTHS = [(0, 1, 64, 200, 321), (0, 0, 0, 0, 0), (0, 0, 900, 0, 0), (1, 1, 1, 1, 1), (700, 0, 65, 0, 64)]
@@ -181,7 +193,9 @@ def test_tokens_tile_when_rows_do_not_fit():
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
-@pytest.mark.parametrize("problem", [Problem(6, 2, 64, 8, (70, 200)), LatentProblem(6, 1, 64, 8, (70, 200))], ids=name)
+@pytest.mark.parametrize(
+    "problem", [Problem(6, 2, 64, 8, (70, 200)), LatentProblem(6, 1, 64, 8, (70, 200)), KEY_CODES[0]], ids=name
+)
 def test_no_page_inside_a_length_is_zeros(problem, page_size):
     """Whatever lies on the page that stands in for theirs."""
     problem = replace(problem, page_size=page_size)
@@ -190,7 +204,8 @@ def test_no_page_inside_a_length_is_zeros(problem, page_size):
     places = {(0, 0): -1, (1, 1): 10**6, (1, 64 // page_size + 1): -(2**31)}
     for number, ((row, entry), hole) in enumerate(places.items()):  # a page of zeros each: it belongs to one place
         holes[row, entry], filled[row, entry] = hole, len(inputs["latent_cache"]) + number
-    caches = {n: inputs[n] for n in ("latent_cache", "rope_cache") if inputs.get(n) is not None}
+    names = ("latent_cache", "rope_cache", "rope_scale")
+    caches = {n: inputs[n] for n in names if inputs.get(n) is not None}
     zeros = {n: torch.cat((cache, *[torch.zeros_like(cache[:1])] * 3)) for n, cache in caches.items()}
     for num_ctas in (1, 3):
         out, lse = run_kernels(problem, *compiled(problem), inputs | {"block_table": holes}, num_ctas)

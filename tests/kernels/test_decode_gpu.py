@@ -16,11 +16,13 @@ from mha2mla.testing.numeric_check import errors
 from mha2mla.testing.problems import (
     GQAProblem,
     GroupCodesProblem,
+    KeyCodesProblem,
     LatentCodesProblem,
     LatentProblem,
     PagedProblem,
     Problem,
     exact,
+    with_keys,
 )
 from tests.few import few
 from tests.gpu import graph_of, no_waits
@@ -156,9 +158,20 @@ COMPUTED_CODES = [
     LatentCodesProblem(14, 1, 320, 96, (65, 300), page_size=32, bits=3),
     LatentCodesProblem(1, 1, 32, 8, (1, 300), page_size=128, bits=8),
 ]
-EVERY_RUN = [*STORED, *GQA, *LATENT[:11], *LATENT_CODES[:4], *STORED_CODES, *GROUP_CODES, *COMPUTED_CODES]
+KEY_CODES = [
+    KeyCodesProblem(28, 1, 512, 128, (*EDGES, 4096), scaling=1.3),
+    KeyCodesProblem(28, 1, 512, 128, (0, 1, 15, 16, 17, 700), page_size=16, shuffled=True, bias=600.0),
+    KeyCodesProblem(32, 1, 1024, 64, (*EDGES, 4096), first_position=131072),
+    KeyCodesProblem(40, 1, 448, 128, (65, 3000, 1), combined=True),
+    KeyCodesProblem(64, 1, 256, 64, (65, 300), page_size=32),  # two warpgroups compute
+    KeyCodesProblem(9, 1, 192, 96, (5, 300, 4000), page_size=128),
+    KeyCodesProblem(16, 1, 1000, 112, (65, 300), page_size=16),
+    KeyCodesProblem(1, 1, 8, 16, (1, 300)),
+    KeyCodesProblem(128, 1, 512, 64, (65, 300)),
+]
+EVERY_RUN = [*STORED, *GQA, *LATENT[:11], *LATENT_CODES[:4], *STORED_CODES, *GROUP_CODES, *COMPUTED_CODES, *KEY_CODES]
 # One problem an op.
-OPS = [STORED[2], GQA[1], LATENT[0], LATENT_CODES[0], STORED_CODES[0], GROUP_CODES[0], COMPUTED_CODES[0]]
+OPS = [STORED[2], GQA[1], LATENT[0], LATENT_CODES[0], STORED_CODES[0], GROUP_CODES[0], COMPUTED_CODES[0], KEY_CODES[0]]
 
 
 def check(problem: PagedProblem, dtype=torch.bfloat16, planned: bool = False) -> torch.Tensor:
@@ -185,7 +198,7 @@ def test_no_shape_reads_poison_or_drops_heads(problem):
 
 FLOAT16 = [
     *(STORED[0], STORED[4], STORED[9], *STORED[23:26], *GQA[1:3], LATENT[1], STORED_CODES[0]),
-    *(GROUP_CODES[0], GROUP_CODES[5], COMPUTED_CODES[1], COMPUTED_CODES[3]),
+    *(GROUP_CODES[0], GROUP_CODES[5], COMPUTED_CODES[1], COMPUTED_CODES[3], KEY_CODES[0], KEY_CODES[2]),
 ]
 
 
@@ -210,6 +223,8 @@ NEW_TOKENS = [
     LatentCodesProblem(*WS, ()),
     LatentCodesProblem(*WIDE, (), bits=8),
     LatentCodesProblem(32, 1, 1024, 64, (), bits=3),
+    KeyCodesProblem(14, 1, 512, 128, ()),
+    KeyCodesProblem(40, 1, 640, 64, ()),
     GQAProblem(14, 2, 64, 64, (), page_size=16),
 ]
 
@@ -243,6 +258,7 @@ WINDOWED = [
     GroupCodesProblem(32, 1, 1024, 64, ()),
     COMPUTED_CODES[0],
     COMPUTED_CODES[2],
+    *KEY_CODES[:3],
 ]
 
 
@@ -313,6 +329,16 @@ def test_scales_far_apart_and_strided_codes():
     scales.copy_(scale)
     arguments = inputs | {"latent_cache": wide, "latent_scale": scales}
     assert_right(held, *decode(problem, arguments, return_lse=True, backend="tilelang"))
+
+
+@pytest.mark.parametrize("problem", KEY_CODES[:4], ids=name)
+def test_fp8_keys_are_their_dequantised_selves(problem):
+    """As the kernel of stored keys attends over the same keys in 16 bits."""
+    inputs = replace(problem, lengths=(300, 70, 2000)).inputs(torch.bfloat16, CUDA)
+    out, lse = decode(problem, inputs, return_lse=True, backend="tilelang")
+    expected, expected_lse = decode(problem, with_keys(inputs, torch.bfloat16), return_lse=True, backend="tilelang")
+    assert errors(out, expected.double())[0] < 4e-3
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=2e-2)
 
 
 def test_strided_inputs_are_not_misread():

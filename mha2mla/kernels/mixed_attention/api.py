@@ -15,10 +15,10 @@ from mha2mla.kernels.attention_varlen.api import attention_varlen, mla_prefill_v
 from mha2mla.kernels.gqa_decode.api import gqa_decode
 from mha2mla.kernels.mixed_attention.layout import Wave
 from mha2mla.kernels.mixed_attention.plan import ChunkPart, MixedPlan, check_lengths
-from mha2mla.kernels.mla_decode.api import mla_absorbed
+from mha2mla.kernels.mla_decode.api import check_key_codes, mla_absorbed
 from mha2mla.kernels.mla_decode.quantization import CODES, dequantize_latent, holds_codes
 from mha2mla.kernels.ops import Argument, check_backend, check_scale, check_tensors, register
-from mha2mla.kernels.rope_append.api import LatentRope, compute_rotary_keys
+from mha2mla.kernels.rope_append.api import LatentRope, compute_rotary_keys, kept_keys
 from mha2mla.kernels.split_kv.plan import DecodePlan
 
 MAX_PARTIALS = 8  # partial results held before they are merged
@@ -27,13 +27,16 @@ _MLA = (
     Argument("q_nope", "N H d_n"),
     Argument("v_up", "h_kv|H d_v d_c"),
     Argument("k_up", "h_kv d_n d_c", optional=True),
-    Argument("rope_cache", "P page G|H d_r", optional=True),
     Argument("latent_scale", "P page", torch.float32, optional=True),
+    Argument("rope_scale", "P page", torch.float32, optional=True),
     Argument("rope.weight", "d_r d_c", optional=True),
     Argument("rope.bias", "d_r", optional=True),
     Argument("rope.inv_freq", "pairs", torch.float32, optional=True),
 )
-_LATENT = {codes: Argument("latent_cache", "P page d_c", CODES if codes else None) for codes in (False, True)}
+_LATENT, _ROPE = (  # by whether they are e4m3
+    {codes: Argument(name, dims, CODES if codes else None, name == "rope_cache") for codes in (False, True)}
+    for name, dims in (("latent_cache", "P page d_c"), ("rope_cache", "P page G|H d_r"))
+)
 _GQA = (
     Argument("query", "N H d_k"),
     Argument("key_cache", "P page h_kv|H d_k"),
@@ -52,6 +55,7 @@ def mla_attention(
     *,
     softmax_scale: float,
     latent_scale: Tensor | None = None,
+    rope_scale: Tensor | None = None,
     rope: LatentRope | None = None,
     backend: str | None = None,
 ) -> Tensor:
@@ -70,15 +74,18 @@ def mla_attention(
         q_nope: [N, H, d_n] un-rotated queries of all sequences, concatenated; d_n may be 0.
         q_pe: [N, H, d_r] rotated queries. Tokens behind those of the plan's sequences pad the batch.
         latent_cache: [P, page, d_c]; float8_e4m3fn with ``latent_scale``.
-        rope_cache: [P, page, G, d_r], rotated; G divides H. None with ``rope``.
+        rope_cache: [P, page, G, d_r], rotated; G divides H. None with ``rope``; float8_e4m3fn with that and
+            ``rope_scale``.
         k_up: [h_kv, d_n, d_c]; None exactly if d_n is 0.
         v_up: [h_kv, d_v, d_c]; h_kv divides H.
         plan: of :func:`plan_mla_attention`, for this step's lengths: kernels attend over those that it was made or
             last refreshed for, and the reference refuses it where the batch's are others by now.
         softmax_scale: the source model's.
         latent_scale: [P, page] float32, of the latents where they are e4m3 numbers.
-        rope: parameters of k_pe in a cache of the latent alone: used by the decode op, and for the expanded form
-            before it attends. Without ``page_offsets``.
+        rope_scale: [P, page] float32, of the keys where they are, as in :func:`mha2mla.kernels.mla_decode`; the
+            expanded form dequantises those that it reads.
+        rope: parameters of k_pe in a cache of the latent alone, or of e4m3 keys: used by the decode op, and for the
+            expanded form before it attends. Without ``page_offsets``.
         backend: "tilelang", "reference", or None: TileLang where it serves the call.
 
     Returns:
@@ -90,22 +97,24 @@ def mla_attention(
     check_backend(backend)
     check_scale(softmax_scale)
     codes = holds_codes(latent_cache, latent_scale)
-    if (rope_cache is None) == (rope is None):
+    if rope_scale is not None:
+        check_key_codes(rope_cache, rope, latent_scale)
+    elif (rope_cache is None) == (rope is None):
         given = "neither" if rope is None else "both"
         raise ValueError(f"rope_cache and rope: {given} given; expected exactly one of them")
     if rope is not None and rope.page_offsets is not None:
         raise ValueError("rope.page_offsets is given; expected None: rows of a batch lie at their positions")
     rotation = (None,) * 3 if rope is None else (rope.weight, rope.bias, rope.inv_freq)
     sizes = check_tensors(
-        (*_MLA, _LATENT[codes]),
-        (q_pe, q_nope, v_up, k_up, rope_cache, latent_scale, *rotation, latent_cache),
+        (*_MLA, _ROPE[rope_scale is not None], _LATENT[codes]),
+        (q_pe, q_nope, v_up, k_up, latent_scale, rope_scale, *rotation, rope_cache, latent_cache),
         page=plan.page_size,
     )
     if sizes["d_n"] > 0 if k_up is None else sizes["d_n"] == 0:
         was = None if k_up is None else f"of shape {tuple(k_up.shape)}"
         raise ValueError(f"k_up is {was}; expected None exactly where q_nope has no columns, and it has {sizes['d_n']}")
     return _mla_attention_op(
-        q_nope, q_pe, latent_cache, latent_scale, rope_cache, k_up, v_up, *rotation,
+        q_nope, q_pe, latent_cache, latent_scale, rope_cache, rope_scale, k_up, v_up, *rotation,
         1.0 if rope is None else rope.scaling, *plan.fields(), softmax_scale, backend,
     )  # fmt: skip
 
@@ -241,14 +250,14 @@ def _attend_wave(
 
 def _mla_attention(
     q_nope: Tensor, q_pe: Tensor, latent_cache: Tensor, latent_scale: Tensor | None, rope_cache: Tensor | None,
-    k_up: Tensor | None, v_up: Tensor, rope_weight: Tensor | None, rope_bias: Tensor | None, inv_freq: Tensor | None,
-    rope_scaling: float, *call: Any,
+    rope_scale: Tensor | None, k_up: Tensor | None, v_up: Tensor, rope_weight: Tensor | None, rope_bias: Tensor | None,
+    inv_freq: Tensor | None, rope_scaling: float, *call: Any,
 ) -> Tensor:  # fmt: skip
     *_, softmax_scale, backend = call
     rope = None if rope_weight is None else LatentRope(rope_weight, rope_bias, inv_freq, rope_scaling)
     decode = partial(
         mla_absorbed, latent_cache=latent_cache, rope_cache=rope_cache, k_up=k_up, v_up=v_up,
-        softmax_scale=softmax_scale, latent_scale=latent_scale, rope=rope, backend=backend,
+        softmax_scale=softmax_scale, latent_scale=latent_scale, rope_scale=rope_scale, rope=rope, backend=backend,
     )  # fmt: skip
 
     def attend(tokens: slice, part: ChunkPart, *bounds: Tensor | int, **options: object) -> Any:
@@ -257,6 +266,9 @@ def _mla_attention(
             latent = dequantize_latent(latent, gather_rows(latent_scale, part.slots), q_pe.dtype)
         if rope is None:
             k_pe = gather_rows(rope_cache, part.slots)
+        elif rope_scale is not None:
+            codes, scale = gather_rows(rope_cache, part.slots)[:, 0], gather_rows(rope_scale, part.slots)
+            k_pe = kept_keys(codes, scale, rope, part.positions, q_pe.dtype, backend=backend)[:, None]
         else:
             k_pe = compute_rotary_keys(latent, rope, part.positions, backend=backend)[:, None]
         k_nope = k_pe.new_empty(len(latent), v_up.shape[0], 0) if k_up is None else expand(latent, k_up)
@@ -287,10 +299,11 @@ _PLAN = (
 )
 _mla_attention_op = register(
     "mla_attention(Tensor q_nope, Tensor q_pe, Tensor latent_cache, Tensor? latent_scale, Tensor? rope_cache,"
-    " Tensor? k_up, Tensor v_up, Tensor? rope_weight, Tensor? rope_bias, Tensor? inv_freq, float rope_scaling,"
+    " Tensor? rope_scale, Tensor? k_up, Tensor v_up, Tensor? rope_weight, Tensor? rope_bias, Tensor? inv_freq,"
+    " float rope_scaling,"
     f" {_PLAN}) -> Tensor",
     _mla_attention,
-    lambda q_nope, q_pe, latent_cache, latent_scale, rope_cache, k_up, v_up, *_: q_pe.new_empty(
+    lambda q_nope, q_pe, latent_cache, latent_scale, rope_cache, rope_scale, k_up, v_up, *_: q_pe.new_empty(
         *q_pe.shape[:2], v_up.shape[1]
     ),
 )

@@ -212,7 +212,7 @@ def plan_mla_attention(
             sequence. Of sequences with at most 8 new tokens only the first is read.
         num_attention_heads, num_key_value_heads, qk_nope_head_dim, v_head_dim: H, h_kv, d_n, d_v.
         qk_rope_head_dim: d_r, to be given exactly where there is no ``rope_cache``.
-        dtype: of the queries; None: as ``rope_cache``, or as ``latent_cache`` where there is none.
+        dtype: of the queries; None: as ``rope_cache``, or as ``latent_cache`` where there is none or it is e4m3.
         cache_starts: [B] int32, first visible token; None: 0.
         window: each query sees only the last ``window`` tokens up to itself; None: all. Tokens before every window are
             not read, but for ``sinks``.
@@ -237,7 +237,8 @@ def plan_mla_attention(
         rope_from_latent=rope_cache is None,
     )  # fmt: skip
     pages = latent_cache if rope_cache is None else rope_cache
-    query = pages.new_empty((), dtype=dtype or pages.dtype).expand(heads, width)
+    like = latent_cache if pages.dtype == torch.float8_e4m3fn else pages
+    query = pages.new_empty((), dtype=dtype or like.dtype).expand(heads, width)
     decode_plan = partial(plan_mla_decode, qk_rope_head_dim=rope, latent_dtype=latent_cache.dtype, backend=backend)
     return _plan(
         decode_plan, query, pages, block_table, cache_seqlens, lengths, cache_starts, window, sinks,

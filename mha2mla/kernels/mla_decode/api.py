@@ -21,15 +21,18 @@ from mha2mla.kernels.split_kv.choice import MERGED_ROWS
 from mha2mla.kernels.split_kv.op import PagedOp, dispatch
 from mha2mla.kernels.split_kv.plan import DecodePlan
 
-_KEYS = {  # by whether they are cached; else the fields of LatentRope
+_ROTATION = (  # fields of LatentRope
+    Argument("rope_bias", "(d_r)"),
+    Argument("inv_freq", "(pairs)", torch.float32),
+    Argument("page_offsets", "(B max_pages)", torch.int32, optional=True),
+)
+_KEYS = {  # by whether they are cached, CODES: as e4m3 numbers
     True: (Argument("rope_cache", "P page (G|H d_r)"),),
-    False: (
-        Argument("rope_weight", "d_r d_c"),
-        Argument("rope_bias", "(d_r)"),
-        Argument("inv_freq", "(pairs)", torch.float32),
-        Argument("page_offsets", "(B max_pages)", torch.int32, optional=True),
+    CODES: (
+        Argument("rope_cache", "P page (G|H d_r)", CODES), Argument("rope_scale", "P page", torch.float32), *_ROTATION
     ),
-}
+    False: (Argument("rope_weight", "d_r d_c"), *_ROTATION),
+}  # fmt: skip
 _LATENTS = {  # by the cache's dtype, None where it is the queries': the cache, and what dequantises its codes
     None: (Argument("latent_cache", "P page d_c"),),
     CODES: (Argument("latent_cache", "P page d_c", CODES), Argument("latent_scale", "P page", torch.float32)),
@@ -38,6 +41,7 @@ _LATENTS = {  # by the cache's dtype, None where it is the queries': the cache, 
 
 
 _MODULES = {"latent_portable": "swap_ab", "latent_fp8": "latent_ws", "latent_cluster": "swap_ab_cluster"}
+_MODULES |= {"fp8_keys_ws": "fp8_keys", "fp8_keys_cluster": "fp8_keys", "fp8_keys_portable": "swap_ab"}
 _MODULES |= dict.fromkeys(
     [f"codes_{kind}" for kind in ("portable", "ws", "cluster", "latent_ws", "latent_cluster")], "codes"
 )
@@ -49,10 +53,11 @@ def _shape(has_rope_cache: bool, heads: int, *call: Any) -> DecodeShape:
     return CodedShape(*sizes[:6], dtype, *sizes[6:]) if len(sizes) > 6 else DecodeShape(*sizes, dtype)
 
 
-def _declare(name: str, latent_dtype: torch.dtype | None, has_rope_cache: bool) -> PagedOp:
-    is_coded = latent_dtype == torch.uint8
+def _declare(name: str, latent_dtype: torch.dtype | None, keys: bool | torch.dtype) -> PagedOp:
+    is_coded, has_rope_cache = latent_dtype == torch.uint8, keys is not False
     how: dict[str, bool] = {"has_rope_cache": has_rope_cache}
-    how |= {} if is_coded else {"codes": latent_dtype == CODES}
+    how |= {} if is_coded else {"codes": latent_dtype == CODES, "key_codes": keys is CODES}
+    reference = {True: "mla_decode", CODES: "mla_decode_fp8_keys", False: "mla_decode_latent"}[keys]
     chosen = codes_selection if is_coded else selection
     return PagedOp(
         name=name,
@@ -60,7 +65,7 @@ def _declare(name: str, latent_dtype: torch.dtype | None, has_rope_cache: bool) 
             Argument("q_latent", "B S_q H d_c"),
             Argument("q_pe", "B S_q H d_r"),
             *_LATENTS[latent_dtype],
-            *_KEYS[has_rope_cache],
+            *_KEYS[keys],
         ),
         out=Argument("out", "B S_q H d_c"),
         shape=partial(_shape, has_rope_cache),
@@ -69,29 +74,30 @@ def _declare(name: str, latent_dtype: torch.dtype | None, has_rope_cache: bool) 
         select=partial(chosen.select_kernel, **how),
         package="mha2mla.kernels.mla_decode",
         modules=_MODULES,
-        reference=f"mha2mla.kernels.split_kv.reference:mla_decode{'' if has_rope_cache else '_latent'}_reference",
-        numbers=() if has_rope_cache else ("scaling",),
+        reference=f"mha2mla.kernels.split_kv.reference:{reference}_reference",
+        numbers=() if keys is True else ("scaling",),
         guards_indices=latent_dtype == CODES and has_rope_cache,
-        opaque_smem_writes=is_coded or not has_rope_cache,
+        opaque_smem_writes=is_coded or keys is not True,
     )
 
 
 _OPS = {
-    (latent_dtype, has_rope_cache): _declare(name, latent_dtype, has_rope_cache)
-    for name, latent_dtype, has_rope_cache in (
+    (latent_dtype, keys): _declare(name, latent_dtype, keys)
+    for name, latent_dtype, keys in (
         ("mla_decode", None, True),
         ("mla_decode_fp8", CODES, True),
         ("mla_decode_codes", torch.uint8, True),
         ("mla_decode_latent", None, False),
         ("mla_decode_latent_fp8", CODES, False),
         ("mla_decode_latent_codes", torch.uint8, False),
+        ("mla_decode_fp8_keys", None, CODES),
     )
 }
-MLA, FP8, GROUP_CODES, LATENT, LATENT_FP8, LATENT_CODES = _OPS.values()
+MLA, FP8, GROUP_CODES, LATENT, LATENT_FP8, LATENT_CODES, FP8_KEYS = _OPS.values()
 
 
-def _op(latent_dtype: torch.dtype | None, has_rope_cache: bool) -> PagedOp:
-    return _OPS.get((latent_dtype, has_rope_cache), _OPS[None, has_rope_cache])  # of another dtype: the queries' own
+def _op(latent_dtype: torch.dtype | None, keys: bool | torch.dtype) -> PagedOp:
+    return _OPS.get((latent_dtype, keys), _OPS[None, keys])  # of another dtype: the queries' own
 
 
 def mla_decode(
@@ -105,6 +111,7 @@ def mla_decode(
     softmax_scale: float,
     rope: LatentRope | None = None,
     latent_scale: Tensor | None = None,
+    rope_scale: Tensor | None = None,
     centers: Tensor | None = None,
     causal: bool = True,
     cache_starts: Tensor | None = None,
@@ -125,7 +132,8 @@ def mla_decode(
         q_latent: [B, S_q, H, d_c] queries against the latent (W_UK already absorbed).
         q_pe: [B, S_q, H, d_r] rotated queries.
         latent_cache: [P, page, d_c] pages of latents; float8_e4m3fn with ``latent_scale``.
-        rope_cache: [P, page, G, d_r] pages of rotated keys; G divides H. None in a cache of the latent alone.
+        rope_cache: [P, page, G, d_r] pages of rotated keys; G divides H. None in a cache of the latent alone;
+            float8_e4m3fn with ``rope_scale``.
         block_table: [B, max_pages] int32, the pages of each sequence; entries past its length, or whose whole tile of
             64 tokens no query sees, are never used. Tokens of an entry that is no page, such as -1, count as zeros and
             no other page is read; the reference on the CPU refuses it.
@@ -161,7 +169,7 @@ def mla_decode(
     Raises:
         ValueError: naming the argument, what it was and what it must be; or why ``backend="tilelang"`` refuses.
     """
-    op, data, numbers = _chosen(q_latent, q_pe, latent_cache, rope_cache, rope, latent_scale, centers)
+    op, data, numbers = _chosen(q_latent, q_pe, latent_cache, rope_cache, rope, latent_scale, rope_scale, centers)
     return op(
         data, block_table, cache_seqlens, cache_starts, softmax_scale, causal, backend, plan, out, return_lse, numbers
     )
@@ -174,10 +182,13 @@ def _chosen(
     rope_cache: Tensor | None,
     rope: LatentRope | None,
     latent_scale: Tensor | None,
+    rope_scale: Tensor | None,
     centers: Tensor | None,
 ) -> tuple[PagedOp, tuple[Tensor | None, ...], tuple[float, ...]]:
     """The op that serves arguments of :func:`mla_decode`, its tensors and its numbers."""
-    if (rope is None) == (rope_cache is None):
+    if rope_scale is not None:
+        check_key_codes(rope_cache, rope, latent_scale if centers is None else centers)
+    elif (rope is None) == (rope_cache is None):
         was = None if rope is None else tuple(rope_cache.shape)
         raise argument_error(
             "rope_cache", was, "a tensor, or rope in its place" if rope is None else "None beside rope"
@@ -189,10 +200,22 @@ def _chosen(
     else:
         latent_dtype, latent = None, (latent_cache,)
     if rope is None:
-        keys, numbers = (rope_cache,), ()
-    else:
-        keys, numbers = (rope.weight, rope.bias, rope.inv_freq, rope.page_offsets), (rope.scaling,)
-    return _OPS[latent_dtype, rope is None], (q_latent, q_pe, *latent, *keys), numbers
+        return _OPS[latent_dtype, True], (q_latent, q_pe, *latent, rope_cache), ()
+    is_kept = rope_scale is not None
+    keys = (rope_cache, rope_scale) if is_kept else (rope.weight,)
+    data = (q_latent, q_pe, *latent, *keys, rope.bias, rope.inv_freq, rope.page_offsets)
+    return _OPS[latent_dtype, CODES if is_kept else False], data, (rope.scaling,)
+
+
+def check_key_codes(rope_cache: Tensor | None, rope: LatentRope | None, of_latents: Tensor | None) -> None:
+    """Raises ValueError unless what comes with ``rope_scale`` is there, and latents are no codes."""
+    if rope_cache is None or rope is None:
+        name = "rope_cache" if rope_cache is None else "rope"
+        raise argument_error(name, None, "both rope_cache and rope beside rope_scale")
+    if rope_cache.dim() == 4 and rope_cache.shape[2] != 1:
+        raise argument_error("rope_cache.shape", tuple(rope_cache.shape), "[P, page, 1, d_r] beside rope_scale")
+    if of_latents is not None:
+        raise argument_error("rope_scale", "given for latents that are codes", "None, or latents of the queries' dtype")
 
 
 def serves_w_uv(
@@ -236,6 +259,7 @@ def mla_absorbed(
     q_latent: Tensor | None = None,
     cache_starts: Tensor | None = None,
     latent_scale: Tensor | None = None,
+    rope_scale: Tensor | None = None,
     centers: Tensor | None = None,
     rope: LatentRope | None = None,
     plan: DecodePlan | None = None,
@@ -250,7 +274,8 @@ def mla_absorbed(
         q_nope: [B, S_q, H, d_n]; d_n may be 0.
         q_pe: [B, S_q, H, d_r], rotated.
         q_latent: [B, S_q, H, d_c], q_nope through W_UK; None: computed here.
-        latent_cache, rope_cache, k_up, v_up, latent_scale, rope: as in :func:`mha2mla.kernels.mla_attention`.
+        latent_cache, rope_cache, k_up, v_up, latent_scale, rope_scale, rope: as in
+            :func:`mha2mla.kernels.mla_attention`.
         block_table, cache_seqlens, softmax_scale, cache_starts, centers, plan, backend: as in
             :func:`mha2mla.kernels.mla_decode`.
 
@@ -268,7 +293,7 @@ def mla_absorbed(
     through = None
     if is_plain and serves_w_uv(q_latent, latent_cache, v_up, block_table, plan):
         through = v_up, q_latent.new_empty(*q_latent.shape[:3], v_up.shape[1])
-    op, data, numbers = _chosen(q_latent, q_pe, latent_cache, rope_cache, rope, latent_scale, centers)
+    op, data, numbers = _chosen(q_latent, q_pe, latent_cache, rope_cache, rope, latent_scale, rope_scale, centers)
     call = (block_table, cache_seqlens, cache_starts, softmax_scale, True, backend, plan)
     out = op(data, *call, out=None, return_lse=False, numbers=numbers, through=through)
     if through is not None:
@@ -319,7 +344,7 @@ def explain_mla_decode(
         seqlen_q: new tokens per sequence.
         latent_dtype: float8_e4m3fn where the latent cache has scales; None: as ``dtype``.
     """
-    return _op(latent_dtype, geometry.has_rope_cache).explain(
+    return _op(latent_dtype, CODES if geometry.has_key_codes else geometry.has_rope_cache).explain(
         DecodeShape.of(geometry, page_size, dtype_name(dtype), seqlen_q), device
     )
 
@@ -361,7 +386,7 @@ def plan_mla_decode(
 
     Args:
         q_latent: [B, S_q, H, d_c]; only shape, dtype and device are looked at, here and in the next two.
-        rope_cache: [P, page, G, d_r]; for a cache of the latent alone its latent_cache [P, page, d_c].
+        rope_cache: [P, page, G, d_r], or e4m3; for a cache of the latent alone its latent_cache [P, page, d_c].
         block_table: [B, max_pages].
         cache_seqlens: [B] int32; None: the plan is not filled, and must be refreshed before a call.
         qk_rope_head_dim: d_r.
@@ -387,7 +412,8 @@ def plan_mla_decode(
         )
     sizes = dict(zip(MLA.out.names, q_latent.shape, strict=True))
     sizes |= {"page": rope_cache.shape[1], "G": rope_cache.shape[2], "d_r": qk_rope_head_dim, "row": row_bytes}
-    return _op(latent_dtype, rope_cache.dim() != 3).plan(
+    keys = CODES if rope_cache.dim() == 4 and rope_cache.dtype == CODES else rope_cache.dim() != 3
+    return _op(latent_dtype, keys).plan(
         sizes, q_latent, block_table, cache_seqlens, cache_starts, causal, window, sinks, backend,
         num_splits,
     )  # fmt: skip

@@ -75,6 +75,10 @@ class Static(swap_ab_ws.Static):
     makes_keys, rope_writers, source = True, WARPGROUP, INLINE
     streaming_registers = property(lambda k: k.choice.registers[2])
 
+    def first_key_column(self, half):
+        """First rotary column that CTA ``half`` of a cluster makes keys of."""
+        return 0
+
     @staticmethod
     def pair(column):
         """Pair number of a rope column: 8 first elements, the same pairs' second ones, and so on."""
@@ -95,10 +99,10 @@ class KeyMaker(Buffers):
     places among 16 tokens; ``first_cos``, ``first_sin`` of the first tokens of each 16.
     """
 
-    def __init__(self, k: Static, thread):
+    def __init__(self, k: Static, thread, half=0):
         four = [4]
         super().__init__(
-            w=T.alloc_local([4 * k.steps], "uint32"),
+            w=T.alloc_local([max(1, 4 * k.steps)], "uint32"),
             sums=T.alloc_local([SUMS], T.float32),
             bias=T.alloc_local([2], T.float32),
             frequency=T.alloc_local([1], T.float32),
@@ -112,7 +116,7 @@ class KeyMaker(Buffers):
         self.v = (thread - k.consumers) // WARPGROUP if k.key_warpgroups > 1 else 0
         self.lane, self.warp = thread % 32, thread // 32 % 4
         self.g, self.q = self.lane // 4, self.lane % 4
-        self.pair = self.v * (KEY_TILE // 2) + self.warp * 8 + self.g
+        self.pair = k.first_key_column(half) // 2 + self.v * (KEY_TILE // 2) + self.warp * 8 + self.g
 
 
 @T.macro
@@ -132,6 +136,12 @@ def load_weight(k, c, call, left=0):
                 ),
                 T.uint32(0),
             )
+    load_bias(k, c, call, own)
+
+
+@T.macro
+def load_bias(k, c, call, own):
+    """Bias and frequency of pair ``own``, zeros where the thread has none; cos and sin of places."""
     for e in list(range(2)):
         c.bias[e] = T.if_then_else(c.pair < k.pairs, T.cast(call.rope_bias[e * k.pairs + own], T.float32), 0.0)
     c.frequency[0] = call.inv_freq[own]
@@ -290,6 +300,11 @@ class CodeStatic(Static):
 
 @T.macro
 def stream_codes(k, work, call, memory, thread, leader):
+    stream_pieces(k, work, call.latent_cache, call.latent_scale, memory, thread, leader)
+
+
+@T.macro
+def stream_pieces(k, work, codes, scales, memory, thread, leader):
     """One warp: the pieces of every tile of this CTA's fragments."""
     stages = k.choice.code_stages
     for f in T.serial(work.fragments):
@@ -305,12 +320,12 @@ def stream_codes(k, work, call, memory, thread, leader):
                 for v in work.pieces:
                     first = v * k.page_rows
                     T.tma_copy(
-                        call.latent_cache[work.pages[v], in_page : in_page + k.page_rows, left : left + CODE_PANEL],
+                        codes[work.pages[v], in_page : in_page + k.page_rows, left : left + CODE_PANEL],
                         memory.codes[slot, first : first + k.page_rows, :],
                         barrier=memory.codes_full[slot],
                     )
                     T.tma_copy(
-                        call.latent_scale[work.pages[v], in_page : in_page + k.page_rows],
+                        scales[work.pages[v], in_page : in_page + k.page_rows],
                         memory.given[slot, v, 0 : k.page_rows],
                         barrier=memory.codes_full[slot],
                     )

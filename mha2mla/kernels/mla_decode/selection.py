@@ -1,6 +1,7 @@
 """Selection of a decode kernel and its tiles for a shape, and refusals. Arithmetic only, no TileLang.
 
-Four ops have kernels: over stored rotary keys or over the latent alone, each of 16-bit latents or of e4m3 codes.
+Five ops have kernels: over stored rotary keys or over the latent alone, each of 16-bit latents or of e4m3 codes; and
+over 16-bit latents with rotary keys in e4m3.
 """
 
 from __future__ import annotations
@@ -77,9 +78,11 @@ class DecodeShape:
         return cls(*sizes, page_size, seqlen_q, dtype)
 
 
-def refusal(shape: DecodeShape, *, has_rope_cache: bool = True, codes: bool = False) -> str | None:
+def refusal(
+    shape: DecodeShape, *, has_rope_cache: bool = True, codes: bool = False, key_codes: bool = False
+) -> str | None:
     """Why no TileLang kernel serves a shape on any GPU, or None. ``has_rope_cache``: rotary keys are cached, not made;
-    ``codes``: latents are e4m3."""
+    ``codes``: latents are e4m3; ``key_codes``: cached rotary keys are."""
     width, rope, groups = shape.kv_lora_rank, shape.qk_rope_head_dim, shape.num_rope_heads
     multiples, makes_keys = "TileLang kernels take multiples of 8 up to", "TileLang kernels that make rotary keys"
     rope_limit = MAX_ROPE_SHARED if groups == 1 else MAX_ROPE_PER_HEAD
@@ -90,6 +93,8 @@ def refusal(shape: DecodeShape, *, has_rope_cache: bool = True, codes: bool = Fa
         (not codes or width <= MAX_CODES, d_c, f"kernels over e4m3 latents take at most {MAX_CODES}"),
         (has_rope_cache or width <= MAX_LATENT, d_c, f"{makes_keys} take at most {MAX_LATENT}"),
         (has_rope_cache or rope <= MAX_ROPE_ALONE, d_r, f"{makes_keys} take at most {MAX_ROPE_ALONE}"),
+        (not key_codes or rope % 16 == 0, d_r, "rows of e4m3 numbers must be multiples of 16 bytes"),
+        (not key_codes or rope <= MAX_ROPE_ALONE, d_r, f"kernels over e4m3 keys take at most {MAX_ROPE_ALONE}"),
     )
     sizes = (
         (width % 8 == 0 and width <= MAX_LATENT, d_c, f"{multiples} {MAX_LATENT}"),
@@ -270,12 +275,16 @@ def portable_choices(
         )  # fmt: skip
 
 
-def _latent_portable(shape: DecodeShape, tiling: RowTiling, capability: int, limit: int) -> Candidates:
+def _latent_portable(
+    shape: DecodeShape, tiling: RowTiling, capability: int, limit: int, kernel: str = "latent_portable"
+) -> Candidates:
+    """``latent_portable``, and ``fp8_keys_portable``, which has no W_KR."""
+    has_weight = kernel == "latent_portable"
     threads = 256 if capability == 90 and shape.kv_lora_rank > 128 else 128
     latent = padded_latent_columns(shape.kv_lora_rank, threads)
     half = padded_rope_columns(shape.qk_rope_head_dim // 2)
     for block, (variant, columns) in product(
-        (64,) if capability == 90 else (64, 32), (("resident", latent), ("streamed", 64))
+        (64,) if capability == 90 else (64, 32), (("resident", latent), ("streamed", 64)) if has_weight else (("", 0),)
     ):
         used = swap_ab_shared_memory(tiling, shape.kv_lora_rank, 2 * half, block, threads)
         used += 4 * half * columns + 8 * half * (1 + block // 16 + 16)
@@ -283,7 +292,7 @@ def _latent_portable(shape: DecodeShape, tiling: RowTiling, capability: int, lim
         yield candidate(
             (2, tiling.num_tiles, variant == "streamed", -block, tiling.rows),
             used <= limit and registers <= 160,
-            "latent_portable", tiling, used, f"{block} tokens a step, W_KR {variant}",
+            kernel, tiling, used, f"{block} tokens a step{', W_KR ' * has_weight}{variant}",
             block_tokens=block, threads=threads, warpgroups=threads // 128, variant=variant,
         )  # fmt: skip
 
@@ -398,14 +407,15 @@ def _registers(
     lean: int = 0,
     streamers: int = 1,
     streaming: int = STREAMING_REGISTERS,
+    steps: int | None = None,
 ) -> tuple[int, int, int] | None:
     """Registers of a thread that computes (and holds ``held`` more scores), makes keys of so many
     columns of the latent, and streams (``streaming``, in one of ``streamers`` warpgroups); None if they are not enough.
-    ``lean``: fewer for computing and streaming."""
+    ``lean``: fewer for computing and streaming. ``steps``: products that make keys, or as many as the columns take."""
     makers = -(-qk_rope_head_dim // KEY_TILE)
     roles = warpgroups + makers + streamers
     launched = 65536 // (resident * roles * 128) // 8 * 8
-    least = -(-(4 * key_steps(columns) + KEY_OVERHEAD) // 8) * 8
+    least = -(-(4 * (key_steps(columns) if steps is None else steps) + KEY_OVERHEAD) // 8) * 8
     streaming -= min(lean, 8)
     latent = padded_latent_columns(columns, 128)
     needed = (latent + 2 * 64) * tiling.rows // warpgroups // 128 + held + CONSUMER_OVERHEAD - lean
@@ -498,17 +508,64 @@ def _latent_cluster(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candid
         )  # fmt: skip
 
 
-def _candidates(shape: DecodeShape, capability: int, limit: int, has_rope_cache: bool, codes: bool) -> Candidates:
+def _key_code_registers(*of_thread: Any) -> tuple[int, int, int] | None:
+    """As :func:`_registers`; for keys of codes 32 more than they need, where these can be had."""
+    found = (_registers(*of_thread, streaming=WIDE_STREAMING_REGISTERS, steps=steps) for steps in (8, 0))
+    return next((registers for registers in found if registers is not None), None)
+
+
+def _fp8_keys(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
+    """Few tiles first, one CTA's before a cluster's up to 512 columns, then bytes in flight. Not measured."""
+    latent, blocks = padded_latent_columns(shape.kv_lora_rank, 128), key_blocks(tiling, shape.qk_rope_head_dim)
+    of_piece = 64 * CODE_PANEL + max(1, 64 // shape.page_size) * max(SCALE_BYTES, 4 * min(64, shape.page_size))
+    makers, several = blocks.chunks_per_block, (1, 2) if tiling.rows == 64 else (1,)
+    for warpgroups, resident, num_stages, code_stages, turns in product(several, (2, 1), (4, 3, 2), (4, 3, 2), (2, 1)):
+        used = swap_ab_ws_shared_memory(tiling, blocks, shape.kv_lora_rank, num_stages, turns * makers)
+        used += code_stages * of_piece
+        of_thread = (shape.kv_lora_rank, shape.qk_rope_head_dim, tiling, warpgroups, resident)
+        registers = _key_code_registers(*of_thread)
+        in_flight = min(num_stages * latent, 2048 // resident)
+        yield candidate(
+            (0, tiling.num_tiles, 0, tiling.rows, -resident * in_flight, -resident, warpgroups, -turns, -code_stages),
+            registers is not None and resident * (used + 1024) <= limit + 1024 and shape.kv_lora_rank <= WIDE_LATENT,
+            "fp8_keys_ws", tiling, used,
+            f"{warpgroups} warpgroup(s) compute, {makers} make keys, {num_stages} latent and {turns * makers} rope"
+            f" stages, {code_stages} tiles of codes, {resident} CTA(s) a multiprocessor",
+            num_stages=num_stages, rope_stages=turns * makers, threads=128 * (warpgroups + makers + 1),
+            warpgroups=warpgroups, ctas_per_sm=resident, registers=registers, code_stages=code_stages,
+        )  # fmt: skip
+    cut, warpgroups = halve(tiling, shape.kv_lora_rank, 8), several[-1]
+    for halves, rope_stages, code_stages in product((6, 5, 4, 3), (3, 2), (4, 3, 2)):
+        num_stages = max(cut.units + 1, halves * cut.units // 2)
+        used = cluster_shared_memory(tiling, cut, num_stages, rope_stages, (KEY_TILE, KEY_TILE))
+        used += code_stages * of_piece
+        held = 64 * tiling.rows // warpgroups // 128
+        registers = _key_code_registers(cut.columns, KEY_TILE, tiling, warpgroups, 1, held)
+        yield candidate(
+            (0, tiling.num_tiles, 1, tiling.rows, -num_stages, -rope_stages, -code_stages),
+            used <= limit and registers is not None,
+            "fp8_keys_cluster", tiling, used,
+            f"{CLUSTER} x {cut.columns} columns, {warpgroups} warpgroup(s) compute, 1 makes keys, {num_stages} pieces"
+            f" of {cut.unit} columns, {rope_stages} rope stages, {code_stages} tiles of codes",
+            num_stages=num_stages, rope_stages=rope_stages, threads=128 * (warpgroups + 2), warpgroups=warpgroups,
+            cluster_size=CLUSTER, registers=registers, code_stages=code_stages,
+        )  # fmt: skip
+
+
+def _candidates(
+    shape: DecodeShape, capability: int, limit: int, has_rope_cache: bool, codes: bool, key_codes: bool
+) -> Candidates:
     """Every configuration; smaller ranks are expected to be faster."""
     hopper, packed = capability == HOPPER, codes and has_rope_cache
-    if codes and not hopper:
+    if (codes or key_codes) and not hopper:
+        kind = "latents" if codes else "keys"
         raise ValueError(
-            f"the GPU has compute capability {capability / 10}; kernels over e4m3 latents need {HOPPER / 10} (Hopper)"
+            f"the GPU has compute capability {capability / 10}; kernels over e4m3 {kind} need {HOPPER / 10} (Hopper)"
         )
     tilings = dict.fromkeys(
         tile_rows(shape.heads, shape.num_rope_heads, shape.seqlen_q, max_rows, max_groups, packed=packed)
         for max_rows in ((32, 16) if packed else (64, 32, 16))
-        for max_groups in ((1,) if not has_rope_cache else (128, 64, 32, 16, 8, 4, 2, 1))
+        for max_groups in ((1,) if key_codes or not has_rope_cache else (128, 64, 32, 16, 8, 4, 2, 1))
     )
     # Two CTAs share columns of a latent alone only where one takes them with no tiling: halves of a key are rounded
     # each.
@@ -521,6 +578,9 @@ def _candidates(shape: DecodeShape, capability: int, limit: int, has_rope_cache:
     for tiling in tilings:
         if codes:
             yield from (_fp8 if has_rope_cache else _latent_fp8)(shape, tiling, limit)
+        elif key_codes:
+            yield from _fp8_keys(shape, tiling, limit)
+            yield from _latent_portable(shape, tiling, capability, limit, "fp8_keys_portable")
         elif not has_rope_cache:
             if hopper and not any(choice for _, choice, _ in alone):
                 yield from _latent_cluster(shape, tiling, limit)
@@ -534,7 +594,12 @@ def _candidates(shape: DecodeShape, capability: int, limit: int, has_rope_cache:
 
 
 def list_kernels(
-    shape: DecodeShape, capability: int, *, has_rope_cache: bool = True, codes: bool = False
+    shape: DecodeShape,
+    capability: int,
+    *,
+    has_rope_cache: bool = True,
+    codes: bool = False,
+    key_codes: bool = False,
 ) -> list[KernelChoice]:
     """Every configuration that fits the device, the one that the rule would choose first; arguments as of
     :func:`refusal`.
@@ -544,12 +609,17 @@ def list_kernels(
             than a Hopper.
     """
     limit = shared_memory_limit(capability)
-    return rank_choices(shape, capability, _candidates(shape, capability, limit, has_rope_cache, codes))
+    return rank_choices(shape, capability, _candidates(shape, capability, limit, has_rope_cache, codes, key_codes))
 
 
 @lru_cache(maxsize=4096)
 def select_kernel(
-    shape: DecodeShape, capability: int, *, has_rope_cache: bool = True, codes: bool = False
+    shape: DecodeShape,
+    capability: int,
+    *,
+    has_rope_cache: bool = True,
+    codes: bool = False,
+    key_codes: bool = False,
 ) -> KernelChoice:
     """The kernel and tiles for ``shape``; arguments and errors as :func:`list_kernels`."""
-    return list_kernels(shape, capability, has_rope_cache=has_rope_cache, codes=codes)[0]
+    return list_kernels(shape, capability, has_rope_cache=has_rope_cache, codes=codes, key_codes=key_codes)[0]

@@ -42,15 +42,21 @@ class MLAStatic:
 class MLATypes(Types):
     """:class:`Types` behind q_latent [B,S_q,H,d_c], q_pe [B,S_q,H,d_r] and latent_cache
     [P,page,d_c], where that is of ``codes`` followed by latent_scale [P,page] (float32); then rope_cache
-    [P,page,G*d_r]. All have run-time strides.
+    [P,page,G*d_r], where that is of ``key_codes`` followed by rope_scale [P,page] (float32). All have run-time strides.
 
-    Without a rope_cache there follow rope_weight [d_r,d_c] (run-time stride), rope_bias [d_r], inv_freq [d_r/2]
-    (float32) and page_offsets [B,max_pages] (int32); and behind sinks ``scaling`` and ``has_offsets``, 0 where
-    page_offsets is not to be read.
+    Without a rope_cache there follows rope_weight [d_r,d_c] (run-time stride); there and behind rope_scale rope_bias
+    [d_r], inv_freq [d_r/2] (float32) and page_offsets [B,max_pages] (int32); and behind sinks ``scaling`` and
+    ``has_offsets``, 0 where page_offsets is not to be read.
     """
 
     def __init__(
-        self, shape: DecodeShape, machine: Machine = GPU, *, has_rope_cache: bool = True, codes: str | None = None
+        self,
+        shape: DecodeShape,
+        machine: Machine = GPU,
+        *,
+        has_rope_cache: bool = True,
+        codes: str | None = None,
+        key_codes: str | None = None,
     ):
         d_c, d_r = shape.kv_lora_rank, shape.qk_rope_head_dim
         super().__init__("mla_decode", shape.heads, d_c, shape.page_size, shape.dtype, machine)
@@ -62,10 +68,13 @@ class MLATypes(Types):
             **({"latent_scale": self.cache("ls", dtype=T.float32)} if codes else {}),
         }
         if has_rope_cache:
-            self.data["rope_cache"] = self.cache("rc", shape.num_rope_heads * d_r)
+            self.data["rope_cache"] = self.cache("rc", shape.num_rope_heads * d_r, dtype=key_codes)
         else:
+            self.data["rope_weight"] = machine.strided("rw", [d_r, d_c], shape.dtype)
+        if key_codes:
+            self.data["rope_scale"] = self.cache("rs", dtype=T.float32)
+        if key_codes or not has_rope_cache:
             self.data |= {
-                "rope_weight": machine.strided("rw", [d_r, d_c], shape.dtype),
                 "rope_bias": T.Tensor([d_r], shape.dtype),
                 "inv_freq": T.Tensor([d_r // 2], T.float32),
                 "page_offsets": T.Tensor([self.batch, T.dynamic("offset_pages")], T.int32),
@@ -74,12 +83,13 @@ class MLATypes(Types):
 
 
 @T.macro
-def load_rope_queries(k, machine, work, tile, q_pe, qp_tile, first_row, rows, left, columns):
-    """``rows`` of the tile and ``columns`` of its rope columns, zeros where a column is another rope head's."""
+def load_rope_queries(k, machine, work, tile, q_pe, qp_tile, first_row, rows, left, columns, first_column=0):
+    """``rows`` of the tile and ``columns`` of its rope columns, zeros where a column is another rope head's;
+    ``first_column``: of those that ``qp_tile`` holds."""
     for i, d in machine.parallel(rows, columns):
         qp_tile[first_row + i, left + d] = T.if_then_else(
-            tvm.tirx.And(tile.holds(first_row + i), k.meets(first_row + i, left + d)),
-            q_pe[(*tile.query(work, first_row + i), k.rope_dim(left + d))],
+            tvm.tirx.And(tile.holds(first_row + i), k.meets(first_row + i, first_column + left + d)),
+            q_pe[(*tile.query(work, first_row + i), k.rope_dim(first_column + left + d))],
             T.cast(0, k.dtype),
         )
 

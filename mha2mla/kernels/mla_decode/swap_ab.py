@@ -7,6 +7,7 @@ compiled for sm_90 (wgmma, TMA), for sm_80 and newer (mma, cp.async) and, unpipe
 ``latent_portable`` makes rotary keys of each tile of a cache of the latent alone: ``K = C W_KR^T + b_KR`` in two
 products, for the first and the second elements of all pairs, which lie alike in registers and are rotated there. W_KR
 stays in shared memory where it fits ("resident"), and is else fetched by 64 columns, every step again ("streamed").
+``fp8_keys_portable`` adds the rotated bias to e4m3 keys in the same layout.
 """
 
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ PIECE = 64  # columns of W_KR that are loaded at a time
 @dataclass(frozen=True)
 class Static(MLAStatic):
     machine: Machine = GPU
+
+    makes_keys, adds_codes = False, False  # rotary keys are made: of latents, or of e4m3 codes
 
     block = property(lambda k: k.choice.block_tokens)  # cached tokens a step
     latent_cols = property(lambda k: padded_latent_columns(k.d_c, k.choice.threads))
@@ -93,10 +96,10 @@ def decode(k, types, call, memory, y, cta):
     work = device.take_work(call, cta, k.page_size, k.block)  # no pdl_trigger: there is none before sm_90
     x = softmax.make_softmax(k.machine, call, tile, k.block, k.tiling.rows, memory.stage, (), T.sync_threads)
     sources = [k.latent_source(call, memory)]
-    if types.has_rope_cache:
-        sources.append((device.copy_tile, call.rope_cache, (), tile.column, memory.k_tile))
-    else:
+    if k.makes_keys:
         prepare_keys(k, call, memory)
+    else:
+        sources.append((device.copy_tile, call.rope_cache, (), tile.column, memory.k_tile))
     steps = TILE_TOKENS // k.block  # per tile of the schedule
     for f in T.serial(work.fragments):
         device.read_fragment(work, f)
@@ -110,7 +113,7 @@ def decode(k, types, call, memory, y, cta):
         for i in T.serial(work.tiles * steps):
             t0 = work.first_token(i // steps) + i % steps * k.block
             device.load_tiles(k.machine, work, t0, sources, memory.c_tile, memory.holes, types.num_pages)
-            if not types.has_rope_cache:
+            if k.makes_keys:
                 make_keys(k, t0, work, call, memory)
             attend(k, t0, work, memory, x)
         softmax.finish(x, memory.o_row_max)
@@ -133,11 +136,13 @@ def _make(k: Static, types: MLATypes, allocate):
 
 
 class LatentStatic(Static):
+    makes_keys = True
     pairs = property(lambda k: k.d_r // 2)
     half = property(lambda k: padded_rope_columns(k.pairs))  # columns of all pairs' first elements; the second follow
     rope_cols = property(lambda k: 2 * k.half)
     # Columns of W_KR in shared memory at a time.
     weight_cols = property(lambda k: k.latent_cols if k.choice.variant == "resident" else PIECE)
+    weights = property(lambda k: range(0 if k.adds_codes else 2))
 
     def rope_dim(self, column):
         return column // self.half * self.pairs + T.min(column % self.half, self.pairs - 1)
@@ -151,7 +156,7 @@ def allocate_latent(k: LatentStatic) -> Buffers:
     memory, shared = allocate(k), k.machine.alloc_shared
     memory = Buffers(
         **vars(memory),
-        w_tile=[shared([k.half, k.weight_cols], k.dtype) for _ in range(2)],
+        w_tile=[shared([k.half, k.weight_cols], k.dtype) for _ in k.weights],
         bias=shared([2, k.half], T.float32),
         first=shared([2, k.block // GROUP, k.half], T.float32),
         place=shared([2, GROUP, k.half], T.float32),
@@ -187,21 +192,29 @@ def prepare_keys(k, call, memory):
         find_turn(turn, i, call.inv_freq[T.min(j, k.pairs - 1)])
         memory.place[0, i, j] = turn.cos[0]
         memory.place[1, i, j] = turn.sin[0]
-    if k.weight_cols == k.latent_cols:
+    if not k.adds_codes and k.weight_cols == k.latent_cols:
         for c in list(range(0, k.latent_cols, PIECE)):
             load_weight(k, call, memory, c, c)
 
 
 @T.macro
-def make_keys(k, t0, work, call, memory):
-    """The rotary keys of the tile, as ``k_tile``."""
-    turn = memory.turn
-    for a, j in k.machine.parallel(k.block // GROUP, k.half):
-        find_scaled_turn(
-            turn, position_of(call, work, t0 + a * GROUP), call.inv_freq[T.min(j, k.pairs - 1)], call.scaling
-        )
-        memory.first[0, a, j] = turn.cos[0]
-        memory.first[1, a, j] = turn.sin[0]
+def read_codes(k, t0, work, call, memory):
+    """Kept keys of the tile, dequantised, as ``raw``; zeros of tokens without a page."""
+    tokens = k.block // len(work.pieces)
+    first = t0 % k.page_size if len(work.pieces) == 1 else 0
+    for u in work.pieces:
+        for e in list(range(2)):
+            for i, j in k.machine.parallel(tokens, k.half):
+                memory.raw[e][u * tokens + i, j] = T.if_then_else(
+                    memory.holes[u] > 0,
+                    0.0,
+                    T.cast(call.rope_cache[work.pages[u], first + i, e * k.pairs + T.min(j, k.pairs - 1)], T.float32)
+                    * call.rope_scale[work.pages[u], first + i],
+                )
+
+
+@T.macro
+def multiply_weight(k, call, memory):
     for u in list(range(2)):
         T.fill(memory.raw[u], 0)
     if k.weight_cols == k.latent_cols:
@@ -217,6 +230,22 @@ def make_keys(k, t0, work, call, memory):
                     memory.c_tile[:, c : c + k.weight_cols], memory.w_tile[u], memory.raw[u], transpose_B=True,
                     policy=k.policy,
                 )  # fmt: skip
+
+
+@T.macro
+def make_keys(k, t0, work, call, memory):
+    """The rotary keys of the tile, as ``k_tile``."""
+    turn = memory.turn
+    for a, j in k.machine.parallel(k.block // GROUP, k.half):
+        find_scaled_turn(
+            turn, position_of(call, work, t0 + a * GROUP), call.inv_freq[T.min(j, k.pairs - 1)], call.scaling
+        )
+        memory.first[0, a, j] = turn.cos[0]
+        memory.first[1, a, j] = turn.sin[0]
+    if k.adds_codes:
+        read_codes(k, t0, work, call, memory)
+    else:
+        multiply_weight(k, call, memory)
     T.sync_threads()
     for i, j in k.machine.parallel(k.block, k.half):
         cos = memory.first[0, i // GROUP, j] * memory.place[0, i % GROUP, j] - (
@@ -225,13 +254,28 @@ def make_keys(k, t0, work, call, memory):
         sin = memory.first[1, i // GROUP, j] * memory.place[0, i % GROUP, j] + (
             memory.first[0, i // GROUP, j] * memory.place[1, i % GROUP, j]
         )
-        one = memory.raw[0][i, j] + memory.bias[0, j]
-        two = memory.raw[1][i, j] + memory.bias[1, j]
-        memory.k_tile[i, j] = one * cos - two * sin
-        memory.k_tile[i, k.half + j] = two * cos + one * sin
+        if k.adds_codes:
+            memory.k_tile[i, j] = memory.raw[0][i, j] + memory.bias[0, j] * cos - memory.bias[1, j] * sin
+            memory.k_tile[i, k.half + j] = memory.raw[1][i, j] + memory.bias[1, j] * cos + memory.bias[0, j] * sin
+        else:
+            one = memory.raw[0][i, j] + memory.bias[0, j]
+            two = memory.raw[1][i, j] + memory.bias[1, j]
+            memory.k_tile[i, j] = one * cos - two * sin
+            memory.k_tile[i, k.half + j] = two * cos + one * sin
     T.sync_threads()
 
 
 def make_latent_portable(shape: DecodeShape, choice: KernelChoice, machine: Machine = GPU):
     """A TileLang function ``mla_decode_latent_portable``; :class:`MLATypes` has its arguments, without a rope_cache."""
     return _make(LatentStatic(shape, choice, machine), MLATypes(shape, machine, has_rope_cache=False), allocate_latent)
+
+
+class CodesStatic(LatentStatic):
+    adds_codes = True
+
+
+def make_fp8_keys_portable(shape: DecodeShape, choice: KernelChoice, machine: Machine = GPU):
+    """A TileLang function ``mla_decode_fp8_keys_portable``; :class:`MLATypes` has its arguments, with ``key_codes``; on
+    the C target, which has no e4m3 numbers, codes are float32."""
+    types = MLATypes(shape, machine, key_codes="float32" if machine.on_cpu else "float8_e4m3fn")
+    return _make(CodesStatic(shape, choice, machine), types, allocate_latent)

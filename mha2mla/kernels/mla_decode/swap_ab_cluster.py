@@ -190,7 +190,7 @@ def consume(k, w, work, tile, half, memory, call, thread):
     for f in T.serial(work.fragments):
         device.read_fragment(work, f)
         if k.makes_keys:
-            swap_ab_ws.load_own_rope_queries(k, w, work, tile, call.q_pe, memory.qp_tile)
+            swap_ab_ws.load_own_rope_queries(k, w, work, tile, call.q_pe, memory.qp_tile, k.first_key_column(half))
         else:
             load_own_rope_queries(k, w, work, tile, half, call.q_pe, memory.qp_tile)
         T.fence_proxy_async()

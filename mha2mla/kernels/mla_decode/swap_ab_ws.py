@@ -99,13 +99,14 @@ class Static(MLAStatic):
 
 
 @T.macro
-def load_own_rope_queries(k, w, work, tile, q_pe, qp_tile):
-    """Those of warpgroup ``w``, each beside zeros where other rope heads have their columns."""
+def load_own_rope_queries(k, w, work, tile, q_pe, qp_tile, first_column=0):
+    """Those of warpgroup ``w``, each beside zeros where other rope heads have their columns; ``first_column``: of the
+    CTA's."""
     group, first_row, part, mine = k.tiling.heads_per_group, w * k.rows, k.rope.block_rows, k.blocks_of(w)
     piece = k.rope_cols if k.rope_cols <= 128 else 64
     for c in T.serial(k.rope_cols // piece):  # loads of a whole wide row at once would spill registers
         if not k.by_block:
-            load_rope_queries(k, GPU, work, tile, q_pe, qp_tile, first_row, k.rows, c * piece, piece)
+            load_rope_queries(k, GPU, work, tile, q_pe, qp_tile, first_row, k.rows, c * piece, piece, first_column)
         elif len(mine) > 0:  # row i is head i; its block holds the columns of its own heads only
             for i, d in T.Parallel(len(mine) * part, piece):
                 qp_tile[mine[0] * part + i, c * piece + d] = T.if_then_else(
@@ -256,7 +257,9 @@ def consume(k, w, work, tile, half, memory, call, thread):
         device.store(call, work, softmax.write_columns, x, o, x.row_sum, x.row_max)
 
 
-def make_streaming(k: Static, types: MLATypes, consume, make_keys=None, stream_codes=None, widen=None, prepare=None):
+def make_streaming(
+    k: Static, types: MLATypes, consume, make_keys=None, stream_codes=None, widen=None, prepare=None, stream_keys=None
+):
     """The TileLang function of a choice whose roles are macros.
 
     Args:
@@ -265,6 +268,7 @@ def make_streaming(k: Static, types: MLATypes, consume, make_keys=None, stream_c
         stream_codes: a warp that loads codes of latents; None: latents are no codes.
         widen: a warpgroup that makes numbers of them.
         prepare: all threads, before that.
+        stream_keys: a warp that loads what ``make_keys`` reads beside latents.
     """
     first = k.choice.threads - WARPGROUP  # thread of those that load
     ctas = CLUSTER if k.clustered else 1
@@ -298,7 +302,9 @@ def make_streaming(k: Static, types: MLATypes, consume, make_keys=None, stream_c
                 lefts = k.rope_lefts(tile.column, half)
                 loaders.append((device.stream, work, call.rope_cache, lefts, [m.k_ring], m.k_full, m.k_free))
             else:
-                roles.append((k.latent_readers, make_keys, k, half, work, m, call, thread))
+                roles.append((k.consumers + k.key_warpgroups * WARPGROUP, make_keys, k, half, work, m, call, thread))
+            if stream_keys is not None:
+                loaders.append((stream_keys, k, work, call, m))
             if widen is not None:
                 roles.append((first, widen, k, half, work, m, call, thread - k.latent_readers))
             queries = (device.stream_queries, work, tile, call.q_latent, m.q_tile, m.q_full, m.q_free)

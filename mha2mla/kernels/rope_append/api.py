@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mha2mla.kernels.mla_decode.quantization import CODES, holds_codes, quantize_latent
+from mha2mla.kernels.mla_decode.quantization import CODES, dequantize_latent, holds_codes, quantize_latent
 from mha2mla.kernels.ops import (
     Argument,
     argument_error,
@@ -26,16 +26,19 @@ MAX_SLOTS = 2**31 - 1  # slots are int32, and so is their number in kernels
 
 _INV_FREQ = Argument("inv_freq", "tables pairs", torch.float32)
 _POSITIONS, _SLOTS = (Argument(name, "N", torch.int32) for name in ("positions", "slots"))
-_MLA = (
-    Argument("q_pe", "N H d_r"),
-    Argument("k_pe", "N G d_r"),
-    _INV_FREQ,
-    Argument("latent", "N d_c"),
-    Argument("rope_cache", "P page (G d_r)"),
-    _POSITIONS,
-    _SLOTS,
-    Argument("latent_scale", "P (page)", torch.float32, optional=True),
-)
+_MLA = {  # by whether rotary keys are e4m3
+    codes: (
+        Argument("q_pe", "N H d_r"),
+        Argument("k_pe", "N G d_r"),
+        _INV_FREQ,
+        Argument("latent", "N d_c"),
+        Argument("rope_cache", "P page (G d_r)", CODES if codes else None),
+        _POSITIONS,
+        _SLOTS,
+        *(Argument(name, "P (page)", torch.float32, optional=True) for name in ("latent_scale", "rope_scale")),
+    )
+    for codes in (False, True)
+}
 _LATENT = {codes: Argument("latent_cache", "P page (d_c)", CODES if codes else None) for codes in (False, True)}
 _GQA = (
     Argument("query", "N H d_k"),
@@ -132,6 +135,7 @@ def mla_append(
     inv_freq: Tensor,
     *,
     latent_scale: Tensor | None = None,
+    rope_scale: Tensor | None = None,
     attention_scaling: float = 1.0,
     interleaved: bool = False,
     backend: str | None = None,
@@ -144,13 +148,15 @@ def mla_append(
             where nothing rotary is cached (:class:`mha2mla.kernels.LatentRope`).
         q_pe: [N, H, d_r] before RoPE; head h turns by the frequencies of rope head h // (H / G).
         latent_cache: [P, page, d_c], written; float8_e4m3fn to store latents as e4m3 numbers.
-        rope_cache: [P, page, G, d_r], written; a token's rope heads side by side.
+        rope_cache: [P, page, G, d_r], written; a token's rope heads side by side. With ``rope_scale`` float8_e4m3fn.
         positions: [N] int32 of the tokens.
         slots: [N] int32, page · page_size + offset (:func:`slots_of`); a slot that lies outside the cache, such as -1,
             writes nothing, so rows that pad a CUDA graph touch no live page.
         inv_freq: [G, d_r / 2] or [1, d_r / 2] float32, radians per token. Zero leaves a pair alone.
         latent_scale: [P, page] float32, written: the scale of each e4m3 latent, as :func:`quantize_latent` chooses it
             (largest number / 448; a row with a NaN or an infinity becomes NaN). With an e4m3 latent_cache only.
+        rope_scale: [P, page] float32, written: the same of rotated keys, once they are rounded to the dtype of k_pe; of
+            G = 1. k_pe is to be W_KR c without b_KR (:func:`kept_keys`).
         attention_scaling: factor on cos and sin (YaRN, longrope).
         interleaved: pairs are neighbours; else the halves of d_r (Llama).
         backend: "tilelang", "reference", or None: TileLang for CUDA tensors in float32, bfloat16 and float16.
@@ -167,16 +173,23 @@ def mla_append(
     if k_pe is None:
         k_pe, rope_cache = q_pe[:, :0], q_pe.new_empty(*latent_cache.shape[:2], 0, q_pe.shape[-1])
     codes = (latent_scale is not None or latent_cache.dtype == CODES) and holds_codes(latent_cache, latent_scale)
-    tensors = (q_pe, k_pe, inv_freq, latent, rope_cache, positions, slots, latent_scale, latent_cache)
-    _check((*_MLA, _LATENT[codes]), *tensors)
+    tensors = (q_pe, k_pe, inv_freq, latent, rope_cache, positions, slots, latent_scale, rope_scale, latent_cache)
+    _check((*_MLA[rope_scale is not None], _LATENT[codes]), *tensors)
+    _check_one_key(k_pe, rope_scale)
     compiled = runs_compiled(backend, q_pe.device, q_pe.dtype)
     rows, row_cache = latent, latent_cache
     if codes:  # the rotation's kernel has rows to write beside its keys: none then, [N, 0] into [P, page, 0]
         _quantize(latent, latent_cache, latent_scale, slots, compiled)
         rows, row_cache = latent[:, :0], rope_cache.flatten(2)[:, :, :0]
     return _append_op(
-        rows, k_pe, q_pe, row_cache, rope_cache, positions, slots, inv_freq, attention_scaling, interleaved, compiled
-    )
+        rows, k_pe, q_pe, row_cache, rope_cache, rope_scale, positions, slots, inv_freq, attention_scaling, interleaved,
+        compiled,
+    )  # fmt: skip
+
+
+def _check_one_key(k_pe: Tensor, rope_scale: Tensor | None) -> None:
+    if rope_scale is not None and k_pe.shape[1] != 1:
+        raise argument_error("k_pe.shape[1]", k_pe.shape[1], "1 with rope_scale")
 
 
 def append_w_uk(
@@ -191,6 +204,7 @@ def append_w_uk(
     q_nope: Tensor,
     k_up: Tensor | None,
     *,
+    rope_scale: Tensor | None = None,
     attention_scaling: float = 1.0,
 ) -> tuple[Tensor, Tensor] | None:
     """:func:`mla_append` and queries through W_UK by one kernel, of few tokens.
@@ -200,7 +214,8 @@ def append_w_uk(
             still run.
         q_nope: [N, H, d_n].
         k_up: W_UK [h_kv, d_n, d_c].
-        latent, k_pe, q_pe, latent_cache, rope_cache, positions, slots, attention_scaling: as of :func:`mla_append`.
+        latent, k_pe, q_pe, latent_cache, rope_cache, positions, slots, rope_scale, attention_scaling: as of
+            :func:`mla_append`.
 
     Returns:
         Rotated q_pe [N, H, d_r] and q_nope through W_UK [N, H, d_c]; None, and nothing is written, where no kernel does
@@ -224,7 +239,9 @@ def append_w_uk(
         return None
     if k_pe is None:
         k_pe, rope_cache = q_pe[:, :0], q_pe.new_empty(*latent_cache.shape[:2], 0, q_pe.shape[-1])
-    _check((*_MLA, _LATENT[False]), q_pe, k_pe, inv_freq, latent, rope_cache, positions, slots, None, latent_cache)
+    tensors = (q_pe, k_pe, inv_freq, latent, rope_cache, positions, slots, None, rope_scale, latent_cache)
+    _check((*_MLA[rope_scale is not None], _LATENT[False]), *tensors)
+    _check_one_key(k_pe, rope_scale)
     if q_nope.shape[:2] != q_pe.shape[:2]:
         raise argument_error("q_nope.shape", tuple(q_nope.shape), f"[{q_pe.shape[0]}, {q_pe.shape[1]}, d_n], by q_pe")
 
@@ -232,7 +249,8 @@ def append_w_uk(
 
     out = torch.empty_like(q_pe, memory_format=torch.contiguous_format)
     mapped = q_nope.new_empty(*q_nope.shape[:2], k_up.shape[2])
-    call = (latent, k_pe, q_pe, latent_cache, rope_cache, positions, slots, inv_freq, attention_scaling, False, out)
+    caches = (latent_cache, rope_cache, rope_scale)
+    call = (latent, k_pe, q_pe, *caches, positions, slots, inv_freq, attention_scaling, False, out)
     launch_append_w_uk(call, q_nope, k_up, mapped)
     return out, mapped
 
@@ -270,8 +288,8 @@ def gqa_append(
     """
     _check(_GQA, query, key, inv_freq, value, key_cache, positions, slots, value_cache)
     return _append_op(
-        value.flatten(1), key, query, value_cache.flatten(2), key_cache, positions, slots, inv_freq, attention_scaling,
-        interleaved, runs_compiled(backend, query.device, query.dtype),
+        value.flatten(1), key, query, value_cache.flatten(2), key_cache, None, positions, slots, inv_freq,
+        attention_scaling, interleaved, runs_compiled(backend, query.device, query.dtype),
     )  # fmt: skip
 
 
@@ -289,13 +307,44 @@ def compute_rotary_keys(latent: Tensor, rope: LatentRope, positions: Tensor, *, 
     """
     if not runs_compiled(backend, latent.device, latent.dtype):
         return rotary_keys(latent, rope, positions)
-    raw = F.linear(latent.float(), rope.weight.float(), rope.bias.float())[:, None]
-    cache = raw.new_empty(1, 1, 0, raw.shape[2])  # nothing is written
-    out = _append_op(
-        raw[:, 0, :0], raw[:, :0], raw, cache[..., 0], cache, positions, positions, rope.inv_freq[None], rope.scaling,
-        False, True,
-    )  # fmt: skip
-    return out[:, 0].to(latent.dtype)
+    raw = F.linear(latent.float(), rope.weight.float(), rope.bias.float())
+    return _rotate(raw, rope, positions).to(latent.dtype)
+
+
+def _rotate(raw: Tensor, rope: LatentRope, positions: Tensor) -> Tensor:
+    """:func:`rotate_keys` of raw [T, d_r], float32, by the kernel."""
+    cache = raw.new_empty(1, 1, 0, raw.shape[1])  # nothing is written
+    return _append_op(
+        raw[:, :0], raw[:, None][:, :0], raw[:, None], cache[..., 0], cache, None, positions, positions,
+        rope.inv_freq[None], rope.scaling, False, True,
+    )[:, 0]  # fmt: skip
+
+
+def kept_keys(
+    codes: Tensor,
+    scale: Tensor,
+    rope: LatentRope,
+    positions: Tensor,
+    dtype: torch.dtype,
+    *,
+    backend: str | None = "reference",
+) -> Tensor:
+    """Rotary keys that are cached as e4m3 numbers, ``k_pe[t] = scale[t] codes[t] + m R(t) b_KR``, rounded once.
+
+    Args:
+        codes: [..., d_r], as :func:`mla_append` writes them of rotated W_KR c. scale: [...] float32.
+        rope: bias b_KR, frequencies and m; others are not looked at.
+        positions: [...] integers: rotary positions, offsets included.
+        dtype: of the keys; arithmetic in float64 for that, else in float32.
+        backend: as of :func:`compute_rotary_keys`, of codes [T, d_r].
+    """
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    bias = rope.bias.to(wide).expand(*positions.shape, -1)
+    if runs_compiled(backend, codes.device, dtype):
+        bias = _rotate(bias.contiguous(), rope, positions)
+    else:
+        bias = rotate_keys(bias, rope.inv_freq, rope.scaling, positions)
+    return (dequantize_latent(codes, scale, wide) + bias).to(dtype)
 
 
 def slots_of(block_table: Tensor, sequences: Tensor, positions: Tensor, page_size: int) -> Tensor:
@@ -378,12 +427,16 @@ def write_rows(pairs: tuple[tuple[Tensor, Tensor], ...], slots: Tensor) -> None:
 
 
 def _rope_append(
-    rows: Tensor, keys: Tensor, query: Tensor, row_cache: Tensor, rope_cache: Tensor, positions: Tensor, slots: Tensor,
-    inv_freq: Tensor, attention_scaling: float, interleaved: bool,
+    rows: Tensor, keys: Tensor, query: Tensor, row_cache: Tensor, rope_cache: Tensor, rope_scale: Tensor | None,
+    positions: Tensor, slots: Tensor, inv_freq: Tensor, attention_scaling: float, interleaved: bool,
 ) -> Tensor:  # fmt: skip
     rotation = {"attention_scaling": attention_scaling, "interleaved": interleaved}
     keys = rotate_reference(keys, positions, inv_freq, **rotation)
-    write_rows(((row_cache, rows), (rope_cache, keys)), slots)
+    if rope_scale is None:
+        write_rows(((row_cache, rows), (rope_cache, keys)), slots)
+    else:
+        write_rows(((row_cache, rows),), slots)
+        _quantize_append(keys[:, 0], rope_cache[:, :, 0], rope_scale, slots)
     return rotate_reference(query, positions, inv_freq, **rotation)
 
 
@@ -401,8 +454,9 @@ _quantize = register_kernel(
     "mha2mla.kernels.rope_append.kernel:launch_quantize_rows",
 )
 _append_op = register_kernel(
-    "rope_append(Tensor rows, Tensor keys, Tensor query, Tensor(a!) row_cache, Tensor(b!) rope_cache, Tensor positions,"
-    " Tensor slots, Tensor inv_freq, float attention_scaling, bool interleaved, bool compiled) -> Tensor",
+    "rope_append(Tensor rows, Tensor keys, Tensor query, Tensor(a!) row_cache, Tensor(b!) rope_cache,"
+    " Tensor(c!)? rope_scale, Tensor positions, Tensor slots, Tensor inv_freq, float attention_scaling,"
+    " bool interleaved, bool compiled) -> Tensor",
     _rope_append,
     lambda rows, keys, query, *_: torch.empty_like(query, memory_format=torch.contiguous_format),
     "mha2mla.kernels.rope_append.kernel:launch_rope_append",

@@ -31,6 +31,8 @@ class AppendShape:
         dtype: of rows, keys, queries and caches.
         interleaved: pairs are neighbours (x_0, x_1), …; else halves (x_0, x_{d_r / 2}), ….
         vector: elements that a thread moves at a time, at most; every row and pointer is aligned to so many.
+        key_dtype: of the rope cache where keys are quantised, "float8_e4m3fn", or "float32", which shows the quotients
+            before they are rounded; G is 1 then. Else "".
     """
 
     heads: int
@@ -42,6 +44,27 @@ class AppendShape:
     dtype: str
     interleaved: bool = False
     vector: int = 1
+    key_dtype: str = ""
+
+
+@T.macro
+def look_at(most, x):
+    """``most``: the largest magnitude so far, and 1 if there is an infinity or a NaN, which a maximum may miss."""
+    most[0] = T.max(most[0], T.max(x, -x))
+    most[1] = T.if_then_else(T.max(x, -x) <= LARGEST_FLOAT, most[1], 1.0)  # not for NaN
+
+
+@T.macro
+def find_scale(most, scale, on_cpu):
+    """Of a row whose elements a warp has looked at, as ``quantize_latent`` has it."""
+    if not on_cpu:
+        for v in list(range(5)):
+            most[0] = T.max(most[0], T.shfl_xor(most[0], 1 << v))
+            most[1] = T.max(most[1], T.shfl_xor(most[1], 1 << v))
+    scale[0] = T.max(most[0] * T.float32(SCALE_OF_LARGEST), T.float32(SMALLEST_SCALE))
+    scale[0] = T.if_then_else(most[0] == 0, 1.0, scale[0])
+    if most[1] > 0:
+        scale[0] = T.sqrt(-most[1])  # NaN; TileLang takes x == x, x * 0 and inf - inf for what they are of numbers
 
 
 def append_parts(s: AppendShape, block_tokens: int, threads: int, on_cpu: bool = False) -> SimpleNamespace:
@@ -51,7 +74,9 @@ def append_parts(s: AppendShape, block_tokens: int, threads: int, on_cpu: bool =
         ``alloc()``: buffers by name; ``find_angles(call, m, t0, tokens)`` and ``find_slots(slots, m, t0, tokens,
         pages)`` of the block's tokens, from ``t0`` on, and once they are there ``write(call, m, t0, tokens)``.
     """
-    heads, num_rope_heads, row_width, qk_rope_head_dim, num_tables, page_size, dtype, interleaved, vector = astuple(s)
+    heads, num_rope_heads, row_width, qk_rope_head_dim, num_tables, page_size, dtype, interleaved, vector, codes = (
+        astuple(s)
+    )
     accum = T.float32
     machine = Machine(on_cpu)
     half = qk_rope_head_dim // 2
@@ -63,6 +88,9 @@ def append_parts(s: AppendShape, block_tokens: int, threads: int, on_cpu: bool =
     row_vectors, half_vectors = max(1, row_width) // row_vector, half // pairs
     angles, numbers = block_tokens * num_tables * half, block_tokens * row_vectors if row_width else 0
     key_vectors, query_vectors = block_tokens * num_rope_heads * half_vectors, block_tokens * heads * half_vectors
+
+    lanes = 1 if on_cpu else 32
+    key_rounds = -(-half_vectors // lanes) if codes else 0
 
     def thread():
         return 0 if on_cpu else T.get_thread_binding()
@@ -94,18 +122,51 @@ def append_parts(s: AppendShape, block_tokens: int, threads: int, on_cpu: bool =
             x.held[second(v)] = product(x.pair[1], x.cos[i, table, p + v]) + product(x.pair[0], x.sin[i, table, p + v])
 
     @T.macro
-    def rotate(x, i, table, p, source, head, target, to, left):
-        """Pairs from ``p`` on of ``source[head]`` to ``target[to]``, where the head's columns begin at ``left``."""
+    def hold(x, i, table, p, source, head):
+        """Pairs from ``p`` on of ``source[head]``, rotated."""
         for there, here, count in parts(p):
             for v in T.vectorized(count):
                 x.held[here + v] = source[(*head, there + v)]
         turn(x, i, table, p)
+
+    @T.macro
+    def rotate(x, i, table, p, source, head, target, to, left):
+        """Pairs from ``p`` on of ``source[head]`` to ``target[to]``, where the head's columns begin at ``left``."""
+        hold(x, i, table, p, source, head)
         for there, here, count in parts(p):
             for v in T.vectorized(count):
                 target[(*to, left + there + v)] = x.held[here + v]
 
+    @T.macro
+    def write_codes(call, m, t0, i, lane):
+        """A warp: the key of the block's i-th token, rotated and rounded to its dtype, as codes and their scale."""
+        m.most[0] = 0.0
+        m.most[1] = 0.0
+        for r in T.unroll(key_rounds):
+            if r * lanes + lane < half_vectors:
+                hold(m, i, 0, (r * lanes + lane) * pairs, call.keys, (t0 + i, 0))
+                for v in T.unroll(2 * pairs):
+                    m.wide[r * 2 * pairs + v] = T.cast(m.held[v], accum)
+                    look_at(m.most, m.wide[r * 2 * pairs + v])
+        find_scale(m.most, m.scale, on_cpu)
+        page, row = m.slot[i] // page_size, m.slot[i] % page_size
+        for r in T.unroll(key_rounds):
+            if r * lanes + lane < half_vectors:
+                for there, here, count in parts((r * lanes + lane) * pairs):
+                    for v in T.unroll(count):
+                        call.rope_cache[page, row, there + v] = T.cast(
+                            m.wide[r * 2 * pairs + here + v] / m.scale[0], codes
+                        )
+        if lane == 0:
+            call.rope_scale[page, row] = m.scale[0]
+
     def alloc():
-        return {
+        of_codes = {
+            "wide": T.alloc_local([key_rounds * 2 * pairs], accum),
+            "most": T.alloc_local([2], accum),
+            "scale": T.alloc_local([1], accum),
+        } if codes else {}  # fmt: skip
+        return of_codes | {
             "cos": machine.alloc_shared([block_tokens, num_tables, half], accum),
             "sin": machine.alloc_shared([block_tokens, num_tables, half], accum),
             "slot": machine.alloc_shared([block_tokens], T.int32),
@@ -143,7 +204,12 @@ def append_parts(s: AppendShape, block_tokens: int, threads: int, on_cpu: bool =
                 i, c = e // row_vectors, e % row_vectors * row_vector
                 for v in T.vectorized(row_vector):
                     call.row_cache[m.slot[i] // page_size, m.slot[i] % page_size, c + v] = call.rows[t0 + i, c + v]
-        for r in T.serial(rounds(key_vectors)):
+        if codes:
+            for r in T.serial(rounds(block_tokens * lanes)):
+                i = (r * threads + thread()) // lanes
+                if (i < block_tokens) & (m.slot[T.min(i, block_tokens - 1)] >= 0):
+                    write_codes(call, m, t0, i, thread() % lanes)
+        for r in T.serial(0 if codes else rounds(key_vectors)):
             e = r * threads + thread()
             if (e < key_vectors) & (m.slot[T.min(e // (groups * half_vectors), block_tokens - 1)] >= 0):
                 i, g, p = e // (groups * half_vectors), e // half_vectors % groups, e % half_vectors * pairs
@@ -163,8 +229,9 @@ def append_parts(s: AppendShape, block_tokens: int, threads: int, on_cpu: bool =
 def append_arguments(s: AppendShape, machine: Machine = GPU) -> dict[str, Any]:
     """Types of the arguments by name: rows [N,width], keys [N,G,d_r] and queries [N,H,d_r] (run-time strides: parts of
     one projection are read where they lie), positions [N] int32, slots [N] int32, inv_freq [num_tables,d_r/2] float32;
-    row_cache [P,page,width] and rope_cache [P,page,G*d_r] (run-time strides), out [N,H,d_r]; scaling float32. An absent
-    tensor is passed as any with a size of at least one everywhere."""
+    row_cache [P,page,width] and rope_cache [P,page,G*d_r] (run-time strides), then of quantised keys rope_scale
+    [P,page] float32, out [N,H,d_r]; scaling float32. An absent tensor is passed as any with a size of at least one
+    everywhere."""
     tokens, pages, rope, dtype = T.dynamic("tokens"), T.dynamic("pages"), s.qk_rope_head_dim, s.dtype
     groups, width, queries = max(1, s.num_rope_heads), max(1, s.row_width), max(1, s.heads)
     return {
@@ -175,7 +242,8 @@ def append_arguments(s: AppendShape, machine: Machine = GPU) -> dict[str, Any]:
         "slots": T.Tensor([tokens], T.int32),
         "inv_freq": T.Tensor([s.num_tables, rope // 2], T.float32),
         "row_cache": machine.strided("row", [pages, s.page_size, width], dtype),
-        "rope_cache": machine.strided("key", [pages, s.page_size, groups * rope], dtype),
+        "rope_cache": machine.strided("key", [pages, s.page_size, groups * rope], s.key_dtype or dtype),
+        **({"rope_scale": machine.strided("scale", [pages, s.page_size], T.float32)} if s.key_dtype else {}),
         "out": T.Tensor([tokens, queries, rope], dtype),
         "scaling": T.float32(),
     }
@@ -302,23 +370,15 @@ def make_quantize_rows(
 
     @T.macro
     def quantize(token, lane, rows, slots, row_cache, row_scale, x, most, scale):
-        """One row. ``most``: its largest magnitude, and 1 if it has an infinity or a NaN, which a maximum may miss."""
+        """One row."""
         most[0] = 0.0
         most[1] = 0.0
         for v in T.unroll(rounds):
             x[v] = T.if_then_else(
                 v * lanes + lane < row_width, T.cast(rows[token, T.min(v * lanes + lane, row_width - 1)], accum), 0.0
             )
-            most[0] = T.max(most[0], T.max(x[v], -x[v]))
-            most[1] = T.if_then_else(T.max(x[v], -x[v]) <= LARGEST_FLOAT, most[1], 1.0)  # not for NaN
-        if not on_cpu:
-            for v in list(range(5)):
-                most[0] = T.max(most[0], T.shfl_xor(most[0], 1 << v))
-                most[1] = T.max(most[1], T.shfl_xor(most[1], 1 << v))
-        scale[0] = T.max(most[0] * T.float32(SCALE_OF_LARGEST), T.float32(SMALLEST_SCALE))
-        scale[0] = T.if_then_else(most[0] == 0, 1.0, scale[0])
-        if most[1] > 0:
-            scale[0] = T.sqrt(-most[1])  # NaN; TileLang takes x == x, x * 0 and inf - inf for what they are of numbers
+            look_at(most, x[v])
+        find_scale(most, scale, on_cpu)
         if (slots[token] >= 0) & (slots[token] < pages * page_size):
             for v in T.unroll(rounds):
                 if v * lanes + lane < row_width:
@@ -358,8 +418,8 @@ compile_quantize_rows = compiler(make_quantize_rows, EXACT_PASS_CONFIGS)
 
 
 def _operands(
-    rows: Tensor, keys: Tensor, query: Tensor, row_cache: Tensor, rope_cache: Tensor, positions: Tensor,
-    slots: Tensor, inv_freq: Tensor, attention_scaling: float, interleaved: bool, out: Tensor,
+    rows: Tensor, keys: Tensor, query: Tensor, row_cache: Tensor, rope_cache: Tensor, rope_scale: Tensor | None,
+    positions: Tensor, slots: Tensor, inv_freq: Tensor, attention_scaling: float, interleaved: bool, out: Tensor,
 ) -> tuple[AppendShape, tuple[Any, ...]]:  # fmt: skip
     """Shape and operands of a kernel, others in the place of what is empty (queries, keys, rows, a cache)."""
     tokens, heads, rope = query.shape
@@ -378,11 +438,14 @@ def _operands(
         rope_cache = rope_cache.flatten(2)
     else:  # only its shape is looked at, which must agree with the other cache's
         rope_cache = nothing.as_strided((pages, page_size, rope), (0, 0, 1) if width else (rope, rope, 1))
-    row_cache = row_cache if width else rope_cache[:, :, :1]
+    scale = () if rope_scale is None or not groups else (rope_scale,)
+    if not width:
+        row_cache = nothing.as_strided((pages, page_size, 1), (0, 0, 1)) if scale else rope_cache[:, :, :1]
     vector, dtype = vector_of(rows, keys, query, row_cache, rope_cache, out), dtype_name(query.dtype)
-    shape = AppendShape(heads, groups, width, rope, len(inv_freq), page_size, dtype, interleaved, vector)
+    codes = dtype_name(rope_cache.dtype) if scale else ""
+    shape = AppendShape(heads, groups, width, rope, len(inv_freq), page_size, dtype, interleaved, vector, codes)
     lists = (positions.contiguous(), slots.contiguous(), inv_freq.contiguous())
-    return shape, (rows, keys, query, *lists, row_cache, rope_cache, out, attention_scaling)
+    return shape, (rows, keys, query, *lists, row_cache, rope_cache, *scale, out, attention_scaling)
 
 
 def launch_rope_append(*call: Any) -> None:

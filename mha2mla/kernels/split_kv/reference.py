@@ -13,7 +13,7 @@ from mha2mla.kernels.group_codes.api import GroupQuantizer
 from mha2mla.kernels.mla_decode.codes_selection import code_of
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent
 from mha2mla.kernels.ops import accumulator
-from mha2mla.kernels.rope_append.api import LatentRope, rotary_keys
+from mha2mla.kernels.rope_append.api import LatentRope, kept_keys, rotary_keys
 from mha2mla.kernels.split_kv.choice import FIELDS, FRAGMENT_TILES, TILE_TOKENS, Column
 
 
@@ -313,13 +313,42 @@ def mla_decode_latent_reference(
     """
     tokens = find_tokens(q_latent, latent_cache, block_table, cache_seqlens, **visibility)
     latent = tokens.read(_dequantised(q_latent, latent_cache, latent_scale, centers))
-    token = torch.arange(latent.shape[1], device=latent.device)
-    positions = token.expand(latent.shape[:2])
-    if page_offsets is not None:
-        positions = positions + page_offsets.long()[:, token // latent_cache.shape[1]]
+    positions = _positions(tokens, latent_cache, page_offsets)
     k_pe = rotary_keys(latent, LatentRope(rope_weight, rope_bias, inv_freq, scaling), positions)[:, :, None]
     latent = latent[:, :, None]
     return attend((q_latent, q_pe), (latent, k_pe), latent, tokens, softmax_scale)
+
+
+def mla_decode_fp8_keys_reference(
+    q_latent: Tensor,
+    q_pe: Tensor,
+    latent_cache: Tensor,
+    rope_cache: Tensor,
+    rope_scale: Tensor,
+    rope_bias: Tensor,
+    inv_freq: Tensor,
+    page_offsets: Tensor | None,
+    scaling: float,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    softmax_scale: float,
+    **visibility: Any,
+) -> tuple[Tensor, Tensor]:
+    """:func:`mla_decode_reference` of one rope head whose e4m3 keys :func:`kept_keys` dequantises, not rounded."""
+    tokens = find_tokens(q_latent, latent_cache, block_table, cache_seqlens, **visibility)
+    latent, codes = tokens.read(latent_cache)[:, :, None], tokens.read(rope_cache.to(tokens.dtype))[:, :, 0]
+    positions = _positions(tokens, latent_cache, page_offsets)
+    rope = LatentRope(rope_bias.new_empty(rope_bias.shape[0], 0), rope_bias, inv_freq, scaling)
+    k_pe = kept_keys(codes, tokens.read(rope_scale), rope, positions, tokens.dtype)[:, :, None]
+    return attend((q_latent, q_pe), (latent, k_pe), latent, tokens, softmax_scale)
+
+
+def _positions(tokens: Tokens, cache: Tensor, page_offsets: Tensor | None) -> Tensor:
+    """[B, T], for the rotary keys of the tokens."""
+    token = torch.arange(tokens.page.shape[1], device=tokens.page.device)
+    positions = token.expand(tokens.page.shape)
+    return positions if page_offsets is None else positions + page_offsets.long()[:, token // cache.shape[1]]
 
 
 def _dequantised(q_latent: Tensor, latent_cache: Tensor, latent_scale: Tensor | None, centers: Tensor | None) -> Tensor:

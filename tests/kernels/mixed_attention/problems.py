@@ -6,7 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
-from mha2mla.kernels import LatentRope, mla_attention, plan_gqa_attention, plan_mla_attention, rotary_keys
+from mha2mla.kernels import (
+    LatentRope,
+    kept_keys,
+    mla_attention,
+    plan_gqa_attention,
+    plan_mla_attention,
+    quantize_latent,
+    rotary_keys,
+)
 from mha2mla.modeling.batch import SequenceBatch
 from mha2mla.testing.numeric_check import PlainAttention, errors
 
@@ -24,6 +32,7 @@ class Widths:
     value: int
     page: int = 16
     from_latent: bool = False  # nothing rotary is cached
+    key_codes: bool = False  # e4m3 keys are
 
 
 WIDTHS = {
@@ -33,6 +42,7 @@ WIDTHS = {
     "no nope": Widths(4, 2, 2, 32, 16, 0, 16),
     "from the latent": Widths(4, 2, 1, 24, 8, 16, 8, from_latent=True),
     "no nope from the latent": Widths(6, 2, 1, 16, 24, 0, 16, from_latent=True),
+    "fp8 keys": Widths(4, 2, 1, 24, 16, 16, 8, key_codes=True),
 }
 # new and cached tokens: decodes, a draft, an empty one, a short query over a long context, chunks, a fresh prompt
 LENGTHS = ([1, 0, 1, 3, 12, 1, 40, 25, 8], [5, 4, 37, 16, 50, 0, 33, 0, 20])
@@ -44,6 +54,7 @@ def widths_on_gpu() -> list[Widths]:
         Widths(9, 3, 3, 192, 16, 48, 64, 64),
         Widths(32, 32, 1, 512, 64, 64, 128, 64),
         Widths(32, 8, 1, 512, 64, 64, 128, 64, from_latent=True),
+        Widths(32, 8, 1, 512, 64, 64, 128, 64, key_codes=True),
     ]
 
 
@@ -58,6 +69,7 @@ class Problem:
     k_up: torch.Tensor | None
     v_up: torch.Tensor
     rope: LatentRope | None = None
+    rope_scale: torch.Tensor | None = None
 
     @classmethod
     def make(
@@ -89,14 +101,16 @@ class Problem:
             latent, rope = latent.contiguous(), rope.contiguous()
         tokens += batch.num_tokens
         k_up = normal(widths.kv_heads, widths.nope, widths.latent, scale=widths.latent**-0.5) if widths.nope else None
-        made = None
-        if widths.from_latent:
+        made = scale = None
+        if widths.from_latent or widths.key_codes:
             weight = normal(widths.rope, widths.latent, scale=widths.latent**-0.5)
             inv_freq = (10.0 ** -torch.rand(widths.rope // 2)).to(device)
-            rope, made = None, LatentRope(weight, normal(widths.rope), inv_freq, 1.3)
+            made = LatentRope(weight, normal(widths.rope), inv_freq, 1.3)
+            rope, scale = quantize_latent(rope) if widths.key_codes else (None, None)
         return cls(
             widths, batch, normal(tokens, widths.heads, widths.nope), normal(tokens, widths.heads, widths.rope), latent,
             rope, k_up, normal(widths.kv_heads, widths.value, widths.latent, scale=widths.latent**-0.5), made,
+            None if scale is None else scale[..., 0].contiguous(),
         )  # fmt: skip
 
     def plan(self, **options):
@@ -111,17 +125,19 @@ class Problem:
         plan = self.plan(backend=backend, **options) if plan is None else plan
         return mla_attention(
             self.q_nope, self.q_pe, self.latent_cache, self.rope_cache, self.k_up, self.v_up, plan,
-            softmax_scale=SCALE, backend=backend, rope=self.rope,
+            softmax_scale=SCALE, backend=backend, rope=self.rope, rope_scale=self.rope_scale,
         )  # fmt: skip
 
     def keys(self):
-        """``rope_cache`` as it would be: rotary keys of the latents at their places in their sequences."""
+        """``rope_cache`` as it would be: rotary keys at their places in their sequences."""
         if self.rope is None:
             return self.rope_cache
         places = torch.zeros(self.latent_cache.shape[:2], dtype=torch.int64, device=self.latent_cache.device)
         for pages in self.batch.block_table.tolist():
             for index, page in enumerate(page for page in pages if page >= 0):
                 places[page] = torch.arange(self.widths.page) + index * self.widths.page
+        if self.rope_scale is not None:
+            return kept_keys(self.rope_cache[:, :, 0], self.rope_scale, self.rope, places, torch.float64)[:, :, None]
         return rotary_keys(self.latent_cache.double(), self.rope, places)[:, :, None]
 
     def exact(self, window=None, sinks=0):

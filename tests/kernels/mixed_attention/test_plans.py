@@ -198,8 +198,8 @@ def test_opcheck():
     torch.library.opcheck(
         torch.ops.mha2mla.mla_attention.default,
         (
-            problem.q_nope, problem.q_pe, problem.latent_cache, None, problem.rope_cache, problem.k_up, problem.v_up,
-            None, None, None, 1.0, *problem.plan().fields(), SCALE, None,
+            problem.q_nope, problem.q_pe, problem.latent_cache, None, problem.rope_cache, None, problem.k_up,
+            problem.v_up, None, None, None, 1.0, *problem.plan().fields(), SCALE, None,
         ),
     )  # fmt: skip
     problem = Problem.make(WIDTHS["from the latent"])
@@ -207,8 +207,8 @@ def test_opcheck():
     torch.library.opcheck(
         torch.ops.mha2mla.mla_attention.default,
         (
-            problem.q_nope, problem.q_pe, problem.latent_cache, None, None, problem.k_up, problem.v_up, rope.weight,
-            rope.bias, rope.inv_freq, rope.scaling, *problem.plan().fields(), SCALE, None,
+            problem.q_nope, problem.q_pe, problem.latent_cache, None, None, None, problem.k_up, problem.v_up,
+            rope.weight, rope.bias, rope.inv_freq, rope.scaling, *problem.plan().fields(), SCALE, None,
         ),
     )  # fmt: skip
     batch, query, keys, values = gqa_problem()

@@ -1,0 +1,87 @@
+"""The decode op over 16-bit latents and e4m3 rotary keys, on any machine: reference, biases, refusals, registration."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from mha2mla.kernels import kept_keys, mla_append, mla_decode, rotary_keys
+from mha2mla.testing.problems import KeyCodesProblem, with_keys
+from tests.kernels.problems import assert_right
+
+BASE = KeyCodesProblem(6, 1, 24, 16, (0, 1, 70), page_size=16, seqlen_q=2, scaling=1.3)
+
+
+@pytest.mark.parametrize("change", [{}, {"first_position": 131072, "bias": 600.0}, {"starts": (0, 1, 69)}])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_reference_attends_over_dequantised_keys(dtype, change):
+    problem = dataclasses.replace(BASE, **change)
+    inputs = problem.inputs(dtype)
+    out, lse = mla_decode(**inputs, plan=problem.plan(inputs), return_lse=True)
+    assert_right(inputs, out, lse)
+    if dtype == torch.float64:
+        stored = with_keys(inputs)
+        expected = mla_decode(**stored, plan=problem.plan(stored), return_lse=True)
+        torch.testing.assert_close((out, lse), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("bias", [0.0, 1.0, 600.0])
+def test_a_bias_costs_codes_no_digits(bias):
+    """Appended W_KR c, read with any b_KR, errs by what 8 bits of W_KR c err; and of 16 bits by one rounding more."""
+    rope = dataclasses.replace(BASE, kv_lora_rank=64, qk_rope_head_dim=32, bias=bias).inputs(torch.float64)["rope"]
+    latent, positions = torch.randn(64, 64, dtype=torch.float64), torch.arange(131000, 131064).int()
+    cache = torch.zeros(4, 16, 1, 32).to(torch.float8_e4m3fn)
+    scale, slots = torch.zeros(4, 16), torch.arange(64).int()
+    mla_append(
+        latent, (latent @ rope.weight.T)[:, None], latent.new_zeros(64, 0, 32), latent.new_zeros(4, 16, 64), cache,
+        positions, slots, rope.inv_freq[None], rope_scale=scale, attention_scaling=rope.scaling,
+    )  # fmt: skip
+    expected, codes = rotary_keys(latent, rope, positions), (cache.view(64, 32), scale.view(64))
+    varying = rotary_keys(latent, dataclasses.replace(rope, bias=0 * rope.bias), positions)
+    found = kept_keys(*codes, rope, positions, torch.float64)
+    assert (found - expected).norm() < 0.03 * varying.norm()
+    rounded = kept_keys(*codes, rope, positions, torch.bfloat16).double()
+    assert ((rounded - found).abs() <= 2**-8 * found.abs()).all()
+
+
+BAD = {
+    "rope_cache is None; expected both rope_cache and rope beside rope_scale": {"rope_cache": None},
+    "rope is None; expected both rope_cache and rope beside rope_scale": {"rope": None},
+    "rope_scale is given for latents that are codes": {"latent_scale": torch.zeros(1)},
+    "rope_cache.dtype is torch.float32; expected torch.float8_e4m3fn": {"rope_cache": torch.zeros(9, 16, 1, 16)},
+    r"rope_cache.shape is \(9, 16, 2, 16\); expected \[P, page, 1, d_r\]": {"rope_cache": torch.zeros(9, 16, 2, 16)},
+    "rope_scale.dtype is torch.float16; expected torch.float32": {"rope_scale": torch.zeros(9, 16).half()},
+}
+
+
+@pytest.mark.parametrize("named", BAD)
+def test_bad_input_is_named(named):
+    inputs = BASE.inputs(torch.float32)
+    with pytest.raises(ValueError, match=named):
+        mla_decode(**inputs | BAD[named])
+
+
+def test_key_codes_come_with_their_scales():
+    inputs = BASE.inputs(torch.float32) | {"rope_scale": None, "rope": None}
+    with pytest.raises(
+        ValueError, match="rope_cache.dtype is torch.float8_e4m3fn; expected torch.float32, as q_latent"
+    ):
+        mla_decode(**inputs)
+    narrow = dataclasses.replace(BASE, qk_rope_head_dim=8).inputs(torch.float32)
+    with pytest.raises(ValueError, match="qk_rope_head_dim is 8; rows of e4m3 numbers must be multiples of 16 bytes"):
+        mla_decode(**narrow, backend="tilelang")
+
+
+def test_opcheck_and_fullgraph():
+    inputs = BASE.inputs(torch.float32)
+    rope, plan = inputs["rope"], BASE.plan(inputs)
+    tensors = [inputs[name] for name in ("q_latent", "q_pe", "latent_cache")]
+    tensors += [inputs["rope_cache"], inputs["rope_scale"], rope.bias, rope.inv_freq, rope.page_offsets]
+    indices = [inputs[name] for name in ("block_table", "cache_seqlens", "cache_starts")]
+    arguments = [*tensors, rope.scaling, *indices, inputs["softmax_scale"], True, "reference"]
+    torch.library.opcheck(torch.ops.mha2mla.mla_decode_fp8_keys.default, arguments, test_utils=["test_faketensor"])
+    for keywords in ({}, {"plan": plan}):
+        compiled = torch.compile(lambda i, k: mla_decode(**i, **k), fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(inputs, keywords), mla_decode(**inputs, **keywords))
