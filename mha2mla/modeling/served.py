@@ -107,7 +107,8 @@ class AttentionReport(list[LayerAttention]):
             batches = "refused" if alike.batch_backend is None else alike.batch_backend.name
             window = "all" if alike.sliding_window is None else str(alike.sliding_window)
             layers, way = "–".join([first, *others[-1:]]), f"{alike.form}, {alike.backend}"
-            rows.append((layers, way, batches, window, str(alike.geometry.kv_lora_rank), alike.why))
+            bits = f" in {alike.geometry.latent_bits} bits" if alike.geometry.has_codes else ""
+            rows.append((layers, way, batches, window, f"{alike.geometry.kv_lora_rank}{bits}", alike.why))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 

@@ -35,6 +35,15 @@ def test_geometry_within_limits_has_kernels():
     assert describe(layers) == "absorbed, mla_paged; batches: mla_paged"
 
 
+@pytest.mark.parametrize(("d_r", "rank", "way"), [(128, 512, "reads"), (128, 544, "reads a copy of")])
+def test_codes_are_read_or_copied_and_named(d_r, rank, way):
+    keys = {"num_rope_heads": 1, "rope_from_latent": True, "qk_nope_head_dim": 128, "latent_bits": [4, 3]}
+    layers = what_serves(config(kv_lora_rank=rank, qk_rope_head_dim=d_r, **keys), CUDA)
+    assert [layer.decodes_codes for layer in layers] == [way == "reads"] * 2
+    assert str(layers[1]) == f"absorbed, mla_paged; batches: mla_paged; decode {way} codes of 3 bits"
+    assert f"{rank} in 4 bits" in str(AttentionReport(layers))
+
+
 BEYOND = {
     "kv_lora_rank is 1280; TileLang kernels take multiples of 8 up to 1024": {"kv_lora_rank": 1280},
     "kv_lora_rank is 100; TileLang kernels take multiples of 8 up to 1024": {"kv_lora_rank": 100},
