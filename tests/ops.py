@@ -1,10 +1,22 @@
-"""Modes that note the ops of torch that run, or raise in place of one."""
+"""What is called: functions by a patch, ops of torch by modes that note them or raise in place of one."""
 
 from __future__ import annotations
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def noted(monkeypatch, owner, name, note=lambda *args, **keys: args) -> list:
+    """A list that fills up with what ``note`` makes of the arguments of every call of ``owner.name``."""
+    calls, call = [], getattr(owner, name)
+
+    def noting(*args, **keys):
+        calls.append(note(*args, **keys))
+        return call(*args, **keys)
+
+    monkeypatch.setattr(owner, name, noting)
+    return calls
 
 
 class Calls(TorchDispatchMode):

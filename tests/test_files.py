@@ -13,6 +13,7 @@ from mha2mla.eval.report import write_json
 from mha2mla.files import atomic_write, output_file, page, report_file
 from tests.commands import run
 from tests.folders import contents
+from tests.ops import noted
 
 OUTPUTS = {
     "convert": ("convert", "source", "made", "--json"),
@@ -186,14 +187,9 @@ def test_read_only_files_and_folders_are_refused(tmp_path):
 
 def test_atomic_write_is_synced_then_renamed(tmp_path, monkeypatch):
     """A power cut after the rename must not find an empty file; one during the write must not find half of it."""
-    events, fsync, replace = [], os.fsync, os.replace
-
-    def recorded(handle):
-        events.append(("sync", os.readlink(f"/proc/self/fd/{handle}")))
-        fsync(handle)
-
-    monkeypatch.setattr(os, "fsync", recorded)
-    monkeypatch.setattr(os, "replace", lambda a, b: (events.append(("replace", str(a))), replace(a, b))[1])
+    events: list = []
+    noted(monkeypatch, os, "fsync", lambda handle: events.append(("sync", os.readlink(f"/proc/self/fd/{handle}"))))
+    noted(monkeypatch, os, "replace", lambda source, _: events.append(("replace", str(source))))
     atomic_write(tmp_path / "file", lambda temporary: temporary.write_text("x"))
     (first, temporary), (second, replaced), (third, folder) = events
     assert (first, second, third) == ("sync", "replace", "sync") and temporary == replaced and folder == str(tmp_path)

@@ -9,6 +9,7 @@ import pytest
 
 from mha2mla.conversion.destination import DestinationError, check_destination, temporary_folder
 from tests.folders import listing
+from tests.ops import noted
 
 
 def converted(folder):
@@ -95,16 +96,9 @@ def test_a_kill_between_any_two_renames_loses_neither_the_old_folder_nor_the_wor
 
 def test_files_are_on_the_disk_before_the_folder_has_its_name(tmp_path, monkeypatch):
     """A power cut after the rename must not find empty files under the final name."""
-    events, fsync, rename = [], os.fsync, Path.rename
-
-    def recorded(handle):
-        events.append(os.readlink(f"/proc/self/fd/{handle}"))
-        fsync(handle)
-
-    monkeypatch.setattr(os, "fsync", recorded)
-    monkeypatch.setattr(
-        Path, "rename", lambda self, to: (events.append(("rename", Path(to).name)), rename(self, to))[1]
-    )
+    events: list = []
+    noted(monkeypatch, os, "fsync", lambda handle: events.append(os.readlink(f"/proc/self/fd/{handle}")))
+    noted(monkeypatch, Path, "rename", lambda _, to: events.append(("rename", Path(to).name)))
     with temporary_folder(tmp_path / "out", overwrite=False) as folder:
         (folder / "deeper").mkdir()
         for name in ("file", "deeper/file"):

@@ -11,7 +11,7 @@ from mha2mla.conversion.target import LAYOUTS
 from mha2mla.modeling.modeling_mha2mla import apply_rope, rotary_cos_sin
 from tests.conversion import tiny
 from tests.conversion.tiny import SHORT, relative
-from tests.ops import SdpaCalls
+from tests.ops import SdpaCalls, noted
 
 CASES = ("llama", "qwen3", "mistral-sliding", "qwen2")
 
@@ -105,11 +105,7 @@ def test_slices_and_blocks_do_not_change_the_numbers(source, tmp_path, monkeypat
 
 
 def test_heads_are_read_once_where_they_fit(source, tmp_path, monkeypatch):
-    tokens, read = tiny.some_tokens(3, 40), []
-    rows = StreamedModel.head_rows
-    monkeypatch.setattr(
-        StreamedModel, "head_rows", lambda model, *slices: (read.append(slices), rows(model, *slices))[1]
-    )
+    tokens, read = tiny.some_tokens(3, 40), noted(monkeypatch, StreamedModel, "head_rows")
     kept = tiny.convert(source, tmp_path / "one", evaluation=tokens)
     assert len(read) == 2, "one slice of each model"
     again = tiny.convert(source, tmp_path / "two", evaluation=tokens, spill_bytes=0)

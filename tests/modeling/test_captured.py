@@ -18,6 +18,7 @@ from tests.few import each
 from tests.modeling import models
 from tests.modeling.models import padded
 from tests.modeling.tape import Refusing, Tape
+from tests.ops import noted
 
 LAYOUTS = ("per-group", "shared", "latent")
 # So large that the pages of a small cache take less memory, and are kept.
@@ -202,9 +203,7 @@ def test_only_generate_replays(monkeypatch):
 @pytest.fixture
 def recorded(monkeypatch) -> list:
     """Fills up with what is recorded."""
-    seen, record = [], Tape.record
-    monkeypatch.setattr(Tape, "record", lambda self, *args: seen.append(len(seen)) or record(self, *args))
-    return seen
+    return noted(monkeypatch, Tape, "record", lambda *_: None)  # arguments would hold pages
 
 
 def test_pages_and_recordings_are_used_again(recorded):

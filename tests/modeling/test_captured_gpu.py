@@ -187,20 +187,11 @@ def test_a_module_that_cannot_be_captured():
     assert done.returncode == 0 and "the same, and alive" in done.stdout, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("name", ["mla_reference", "mla_expanded"])
-def test_what_is_no_kernel_is_not_captured(name):
+@pytest.mark.parametrize("name", ["mla_reference", "mla_expanded", "mla_paged", "mla_fp8"])
+def test_kernels_by_name_are_captured_and_nothing_else(name):
     model, inputs = make("per-group"), inputs_of(90, 0, 20)
     model.config.attention_backend = name
     expected = generate(model, inputs, capture=False)
     out = generate(model, inputs)
-    assert torch.equal(out.sequences, expected.sequences) and len(out.past_key_values.captured) == 0
-
-
-def test_eight_bit_latents_by_name():
-    """Prompts by TileLang, steps over e4m3 latents: captured as any."""
-    model, inputs = make("per-group"), inputs_of(90, 0, 20)
-    for name in ("mla_paged", "mla_fp8"):
-        model.config.attention_backend = name
-        expected = generate(model, inputs, capture=False)
-        out = generate(model, inputs)
-        assert torch.equal(out.sequences, expected.sequences) and len(out.past_key_values.captured) == 1
+    captured = int(name in ("mla_paged", "mla_fp8"))
+    assert torch.equal(out.sequences, expected.sequences) and len(out.past_key_values.captured) == captured

@@ -8,6 +8,7 @@ import torch
 from mha2mla.kernels import DecodePlan
 from mha2mla.modeling import LatentCache, backends, modeling_mha2mla
 from tests.modeling import models
+from tests.ops import noted
 
 
 @pytest.fixture
@@ -37,14 +38,7 @@ def refreshed(monkeypatch) -> list[tuple]:
 @pytest.fixture
 def used(monkeypatch) -> list[DecodePlan]:
     """Fills up with the plan of every call of the decode op."""
-    plans, op = [], backends.mla_absorbed
-
-    def counted(*args, plan, **keys):
-        plans.append(plan)
-        return op(*args, plan=plan, **keys)
-
-    monkeypatch.setattr(backends, "mla_absorbed", counted)
-    return plans
+    return noted(monkeypatch, backends, "mla_absorbed", lambda *_, plan, **__: plan)
 
 
 def addresses(plan: DecodePlan) -> list[int]:
@@ -145,13 +139,7 @@ def test_places_are_computed_once_per_step(monkeypatch):
     ids = models.tokens(2, 10)
     expected = model(ids, use_cache=False).logits[:, 9:]
     monkeypatch.setattr(modeling_mha2mla, "rotary_cos_sin", None)
-    seen, op = [], backends.mla_append
-
-    def counted(*args, **keys):
-        seen.append(args[5:7])
-        return op(*args, **keys)
-
-    monkeypatch.setattr(backends, "mla_append", counted)
+    seen = noted(monkeypatch, backends, "mla_append", lambda *args, **_: args[5:7])
     cache = LatentCache(model.config, page_size=16)
     for part in (ids[:, :9], ids[:, 9:]):
         logits = model(part, past_key_values=cache).logits

@@ -10,18 +10,12 @@ from mha2mla.modeling import LatentCache, backends
 from tests.few import each
 from tests.modeling import models
 from tests.modeling.models import TOLERANCE
+from tests.ops import noted
 
 
 def absorbed_calls(monkeypatch) -> list[int]:
     """Fills up with the query length of every call of the absorbed form with a prepared plan."""
-    calls, op = [], backends.mla_absorbed
-
-    def counted(q_nope, *args, **keys):
-        calls.append(q_nope.shape[1])
-        return op(q_nope, *args, **keys)
-
-    monkeypatch.setattr(backends, "mla_absorbed", counted)
-    return calls
+    return noted(monkeypatch, backends, "mla_absorbed", lambda q_nope, *_, **__: q_nope.shape[1])
 
 
 @each("case, static", models.GEOMETRIES, [False, True])
@@ -86,13 +80,7 @@ def test_widths_that_the_op_refuses_are_expanded():
 @torch.no_grad()
 def test_queries_are_absorbed_where_that_is_cheaper(monkeypatch):
     """The border is that of ragged batches: a count of operations, where the host knows how much is cached."""
-    lengths, op = [], backends.plan_mla_attention
-
-    def counted(*args, **keys):
-        lengths.append(args[4][0].tolist())
-        return op(*args, **keys)
-
-    monkeypatch.setattr(backends, "plan_mla_attention", counted)
+    lengths = noted(monkeypatch, backends, "plan_mla_attention", lambda *args, **_: args[4][0].tolist())
     model = models.mla_model("maps per query head")
     border = absorbs_up_to(model.config.layer_geometry(0))
     assert border == 12

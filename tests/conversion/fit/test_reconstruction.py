@@ -11,6 +11,7 @@ from mha2mla.conversion.fit import reconstruction
 from mha2mla.conversion.fit.reconstruction import ReconstructionError, ReconstructionProblem, reconstruct
 from mha2mla.conversion.stages import Fit
 from tests.conversion import tiny
+from tests.ops import noted
 
 CPU = torch.device("cpu")
 WIDTH = 12
@@ -149,14 +150,7 @@ def test_activations_on_disk_give_the_same_bits_and_only_batches_are_read(tmp_pa
     expected = reconstruct(made, start, recipe(), seed=0, layer=0)
     spilt, _ = problem(tmp_path, spill_bytes=0)
     assert tiny.spilt_files(tmp_path) == 2
-    largest = []
-    gather = ActivationStore.gather
-
-    def counted(self, blocks, device, length):
-        largest.append(len(blocks))
-        return gather(self, blocks, device, length)
-
-    monkeypatch.setattr(ActivationStore, "gather", counted)
+    largest = noted(monkeypatch, ActivationStore, "gather", lambda store, blocks, *_: len(blocks))
     result = reconstruct(spilt, start, recipe(), seed=0, layer=0)
     assert torch.equal(result.tensors["o_proj.weight"], expected.tensors["o_proj.weight"])
     assert max(largest) == 4

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mha2mla.kernels import attention_combine, gqa_attention, mla_attention
+from mha2mla.kernels import gqa_attention, mla_attention
+from mha2mla.kernels.mixed_attention import api
 from mha2mla.kernels.mixed_attention.api import MAX_PARTIALS, gather_rows
 from mha2mla.kernels.mla_decode.api import _up_project, mla_absorbed
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent, quantize_latent
@@ -26,7 +27,7 @@ from tests.kernels.mixed_attention.problems import (
     layout_of,
     widths_on_gpu,
 )
-from tests.ops import Calls
+from tests.ops import Calls, noted
 
 
 @pytest.mark.parametrize("combined", [False, True])
@@ -66,13 +67,7 @@ def test_more_chunks_than_partials_are_held():
 
 
 def test_the_merges_run_where_the_caller_said(monkeypatch):
-    asked = []
-
-    def combine(*tensors, backend):
-        asked.append(backend)
-        return attention_combine(*tensors, backend=backend)
-
-    monkeypatch.setattr("mha2mla.kernels.mixed_attention.api.attention_combine", combine)
+    asked = noted(monkeypatch, api, "attention_combine", lambda *_, backend: backend)
     problem = Problem.make(WIDTHS["per group"])
     for backend in ("reference", None):
         problem.run(backend=backend, max_expanded_tokens=7)
