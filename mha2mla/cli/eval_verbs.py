@@ -340,7 +340,7 @@ def plan(
     context: int = 8192,
     cache_ratio: Annotated[list[float] | None, SEVERAL] = None,
     layout: Annotated[list[LayoutName] | None, SEVERAL] = None,
-    latent_bits: int = 16,
+    latent_bits: int | None = None,
     json: Json = None,
 ) -> None:
     """Cache, capacity, speed and cost of converting a model, from its config alone.
@@ -354,7 +354,8 @@ def plan(
         gpu: such as h100-80gb, h200-141gb or a100-80gb; default this machine's.
         tp: GPUs that the model is split over; bytes and batches are then of each.
         context: tokens of a sequence.
-        cache_ratio: one or several shares of the source's cache; default 0.5 0.3125 0.25 0.1875 0.125.
+        cache_ratio: one or several shares of the source's cache; default 0.5 0.3125 0.25 0.1875 0.125, and 0.125 in
+            codes of 3 bits.
         layout: one or several; default latent.
         latent_bits: of a cached element, 16, or 8, 4 or 3 for codes in the layout latent.
     """
@@ -363,8 +364,7 @@ def plan(
     from mha2mla.eval.report import filled, print_table, print_values, write_json
     from mha2mla.pipeline import plan as sizing
 
-    options = {"cache_ratios": cache_ratio or sizing.CACHE_RATIOS, "layouts": layout or (DEFAULT_LAYOUT,)}
-    options["latent_bits"] = latent_bits
+    options = {"cache_ratios": cache_ratio, "layouts": layout or (DEFAULT_LAYOUT,), "latent_bits": latent_bits}
     found = sizing.plan(source, gpu=gpu, tp=tp, context=context, **options)
     print_values(found.summary)
     columns = filled(sizing.CAPACITY_COLUMNS, found.rows)

@@ -22,6 +22,7 @@ from mha2mla.modeling.cache_layout import PAGE_SIZE, fp8_layout
 from mha2mla.modeling.tensor_parallel import HeadShard
 from mha2mla.pipeline.sizing import (
     ATTENTION_OVER_PREDICTED,
+    CODED_LOSSES,
     GPU,
     ITEMSIZE,
     MEASURED_LOSSES,
@@ -37,6 +38,7 @@ from mha2mla.pipeline.sizing import (
 from mha2mla.trial_models import SHAPES, source_config
 
 CACHE_RATIOS = (0.5, 0.3125, 0.25, 0.1875, 0.125)
+CODES = ("latent", 0.125, 3)  # layout, cache ratio and bits of the row that is there by default
 PORTABLE = "latent_portable"  # 2.1 ms for 268 MB of latents on an H200 (docs/limits.md): bound by neither limit
 STEP_NOTE = (
     "Largest batch and context: weights and cache in nine tenths of the memory, bfloat16. Step times are predicted:"
@@ -46,8 +48,9 @@ STEP_NOTE = (
     " The source's row is the bound of any implementation."
 )
 COST_NOTE = (
-    "Estimates from measured conversions of up to 8B parameters; larger layers are extrapolated. Text that the"
-    " source writes is counted for small models alone. Preset quick where gradient steps would not fit into the GPU."
+    "Estimates from measured conversions of up to 8B parameters; larger layers are extrapolated, and memory of smaller"
+    " ones is that of 8B. Text that the source writes is counted for small models alone. Preset quick where gradient"
+    " steps would not fit into the GPU."
 )
 CAPACITY_COLUMNS = {
     "target": "target",
@@ -112,7 +115,7 @@ class SizingPlan:
     """Plan of a source's conversions.
 
     Attributes:
-        summary: source, GPU, tp, context, and how the GPU was chosen.
+        summary: source, GPU, tp, context, and how a GPU that was not named was chosen.
         rows: one for the source, then one by layout and cache ratio; bytes, batches and times are of each GPU.
         commands: the command line of each conversion that fits the source.
     """
@@ -128,17 +131,18 @@ def plan(
     gpu: str | None = None,
     tp: int = 1,
     context: int = 8192,
-    cache_ratios: Sequence[float] = CACHE_RATIOS,
+    cache_ratios: Sequence[float] | None = None,
     layouts: Sequence[LayoutName] = (DEFAULT_LAYOUT,),
-    latent_bits: int = 16,
+    latent_bits: int | None = None,
 ) -> SizingPlan:
     """Cache, capacity, kernel, predicted step and conversion cost of a source's conversions, by cache ratio.
 
     Args:
         gpu: one of :data:`GPUS`; default this machine's.
         tp: GPUs that a model is split over.
-        cache_ratios: bytes cached after / before conversion, each in (0, 1].
-        latent_bits: recipe key ``latent.bits``, but for "auto", which measures; of codes no step is predicted.
+        cache_ratios: bytes cached after / before conversion, each in (0, 1]; default :data:`CACHE_RATIOS`.
+        latent_bits: recipe key ``latent.bits``, but for "auto", which measures; of codes no step is predicted. By
+            default 16, and where neither ratios nor layouts are given one row of codes, :data:`CODES`.
 
     Raises:
         ValueError: an argument out of range, by name, or a source that cannot be converted.
@@ -147,7 +151,10 @@ def plan(
     for name, value in (("tp", tp), ("context", context)):
         if value < 1:
             raise ValueError(f"{name} is {value}; expected 1 or more")
-    for ratio in cache_ratios:
+    targets = [(*each, latent_bits or 16) for each in product(layouts, cache_ratios or CACHE_RATIOS)]
+    if cache_ratios is None and latent_bits is None and layouts == (DEFAULT_LAYOUT,):
+        targets.append(CODES)
+    for _, ratio, _ in targets:
         if not 0 < ratio <= 1:
             raise ValueError(f"cache_ratio is {ratio}; expected a number above 0, at most 1")
     machine, chosen = find_gpu(gpu)
@@ -161,24 +168,26 @@ def plan(
     path = path.parent if path.name == CONFIG_FILE else path
     name = path.resolve().name
     typed = f"path/to/{name}" if source in SHAPES and not path.is_dir() else os.fspath(path)
-    for layout, ratio in product(layouts, cache_ratios):
-        target = {"cache_ratio": ratio, "layout": layout, **({} if latent_bits == 16 else {"latent.bits": latent_bits})}
-        row: dict[str, Any] = {"target": f"{layout} {ratio:g}", "layout": layout, "cache_ratio": ratio}
+    for layout, ratio, bits in targets:
+        keys, coded = {"cache_ratio": ratio, "layout": layout}, {"latent.bits": bits} if bits != 16 else {}
+        named = f"{layout} {ratio:g}" + (f", {bits} bits" if coded else "")
+        row: dict[str, Any] = {"target": named, "layout": layout, "cache_ratio": ratio}
         rows.append(row)
         try:
-            row |= _converted_row(config, spec, before, machine, tp, context, target)
+            row |= _converted_row(config, spec, before, machine, tp, context, keys | coded)
         except ValueError as error:
             row["note"] = f"no conversion: {error}"
             continue
         for model, (_, figures) in MEASURED_LOSSES.items():
-            losses = figures.get((row["preset"], layout), {}) if latent_bits == 16 else {}
-            row[model] = losses.get(ratio, NOT_MEASURED)
-        row["loss"] = "1" if ratio == 1 and latent_bits == 16 else row.get(name, NOT_MEASURED)
-        words = ["mha2mla", "convert", typed, f"{name}-{layout}-{ratio:g}", "--cache-ratio", f"{ratio:g}"]
-        words += ["--layout", layout] if layout != DEFAULT_LAYOUT else []
-        words += ["--latent.bits", str(latent_bits)] if latent_bits != 16 else []
+            losses = CODED_LOSSES.get(bits, {}).get(model, {}) if coded else figures.get((row["preset"], layout), {})
+            row[model] = losses.get(ratio, NOT_MEASURED) + (" (quick)" if coded and ratio in losses else "")
+        row["loss"] = "1" if ratio == 1 and not coded else row.get(name, NOT_MEASURED)
+        words = ["mha2mla", "convert", typed, f"{name}-{named.replace(' ', '-').replace(',', '')}"]
+        words += ["--cache-ratio", f"{ratio:g}", *(["--layout", layout] if layout != DEFAULT_LAYOUT else [])]
+        words += ["--latent.bits", str(bits)] if coded else []
         commands.append(shlex.join(words + (["--preset", "quick"] if row["preset"] == "quick" else [])))
-    summary = {"source": os.fspath(source), "parameters": before.parameters, "gpu": machine.name, "chosen": chosen}
+    summary = {"source": os.fspath(source), "parameters": before.parameters, "gpu": machine.name}
+    summary |= {"chosen": chosen} if gpu is None else {}
     summary |= {"tp": tp, "context": context, "longest_context_of_the_model": config.max_position_embeddings}
     return SizingPlan(summary, rows, commands)
 

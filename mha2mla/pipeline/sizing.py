@@ -89,6 +89,16 @@ MEASURED_LOSSES: Mapping[str, tuple[str, Mapping[tuple[str, str], Mapping[float,
         ),
     }
 )
+# The same of codes in the layout latent, by bits and model, converted by preset quick.
+CODED_LOSSES: Mapping[int, Mapping[str, Mapping[float, str]]] = MappingProxyType(
+    {
+        3: {
+            "SmolLM2-135M-Instruct": {0.125: "1.096 / 1.112", 0.0625: "1.815 / –"},
+            "Qwen2.5-Coder-0.5B-Instruct": {0.125: "1.254 / –"},
+        },
+        4: {"SmolLM2-135M-Instruct": {0.15625: "1.071 / –"}},
+    }
+)
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,17 @@ def test_plan_counts_the_bytes_of_codes():
     assert older["kernel"] == "latent_portable" and older["note"].endswith("decode copies them in 16 bits first")
 
 
+def test_plan_shows_codes_by_default_with_their_losses():
+    """The smallest cache on record was one that plan did not name."""
+    found = plan("smollm2-135m", gpu="h200-141gb")
+    row = found.rows[-1]
+    assert (row["target"], row["bits"], row["bytes_per_token"]) == ("latent 0.125, 3 bits", 3, 2880)
+    assert row["SmolLM2-135M-Instruct"] == "1.096 / 1.112 (quick)"
+    assert found.commands[-1].endswith("smollm2-135m-latent-0.125-3-bits --cache-ratio 0.125 --latent.bits 3")
+    (_, four) = plan("smollm2-135m", gpu="h200-141gb", cache_ratios=(0.3,), latent_bits=4).rows
+    assert four["SmolLM2-135M-Instruct"] == NOT_MEASURED
+
+
 def test_plan_reads_nothing_but_the_config(tiny_source, tmp_path):
     shutil.copy(tiny_source / "config.json", tmp_path)
     expected = plan(tiny_source, cache_ratios=(0.5,)).rows

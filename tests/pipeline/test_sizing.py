@@ -10,6 +10,7 @@ from mha2mla.conversion.families import adapter_for
 from mha2mla.modeling.tensor_parallel import HeadShard
 from mha2mla.pipeline.sizing import (
     ATTENTION_OVER_PREDICTED,
+    CODED_LOSSES,
     CONVERSIONS,
     GPUS,
     MEASURED_LOSSES,
@@ -131,9 +132,24 @@ def test_losses_are_those_of_the_quality_page():
     small, larger = (figures for _, figures in MEASURED_LOSSES.values())
     for (preset, layout), by_ratio in small.items():
         name = "quick, shared" if (preset, layout) == ("quick", "shared") else preset
-        assert {float(line[0]): line[4] for line in lines if len(line) == 7 and line[1] == name} == by_ratio
+        assert {float(line[0]): line[4] for line in lines if len(line) == 6 and line[1] == name} == by_ratio
     on_page = {float(line[0]): line[3].split(" / ") for line in lines if len(line) == 5 and line[1].isdigit()}
     assert {ratio: f"{losses[0]} / {losses[1]}" for ratio, losses in on_page.items()} == larger["latent", "latent"]
+
+
+def test_losses_of_codes_are_those_on_record():
+    names = {0.125: "rank-and-bits-eighth", 0.0625: "rank-and-bits-sixteenth", 0.15625: "rank-and-bits"}
+    for bits, by_model in CODED_LOSSES.items():
+        for model, by_ratio in by_model.items():
+            for ratio, losses in by_ratio.items():
+                name = names[ratio] if model.startswith("SmolLM2") else "rank-and-bits-qwen05b"
+                found = [row for row in rows(f"cpu-{name}") if row["cache"] == f"{bits} bits"]
+                assert {row["cache_share"] for row in found} == {ratio}
+                worst = [
+                    max((row["perplexity_ratio"] for row in found if row["seqlen"] == length), default=None)
+                    for length in (512, 8192)
+                ]
+                assert losses == " / ".join("–" if each is None else f"{each:.3f}" for each in worst)
 
 
 def test_routed_experts_are_read_as_tokens_reach_them():
