@@ -318,5 +318,6 @@ def served_cache_ratio(layers: Sequence[LayerAttention]) -> float | None:
             if width is None:
                 return None
             share = min(share, width / layer.geometry.kv_lora_rank)
-    cached = sum(layer.geometry.cache_numel_per_token for layer in layers)
-    return math.floor(100 * share * cached / sum(x.geometry.source_cache_numel_per_token for x in layers)) / 100 or None
+    cached = sum(layer.geometry.cache_bytes_per_token(2) for layer in layers)
+    before = sum(2 * layer.geometry.source_cache_numel_per_token for layer in layers)
+    return math.floor(100 * share * cached / before) / 100 or None

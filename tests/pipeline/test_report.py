@@ -3,6 +3,7 @@
 import re
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -127,6 +128,9 @@ def test_a_geometry_too_wide_is_told_the_ratio_that_a_kernel_serves():
     assert all(layer.compiled for layer in layers(1024, 24))
     ratio = served_cache_ratio(layers(3328, 24))
     assert 3328 * ratio <= 1024 * 0.5 < 3328 * (ratio + 0.01)
+    coded = [replace(layer, geometry=replace(layer.geometry, latent_bits=4)) for layer in layers(3328, 24)]
+    bytes_of_limit = 1024 / 3328 * (3328 // 32 * 20 + 2 * 32 * 24) / (2 * 8192)
+    assert served_cache_ratio(coded) <= bytes_of_limit < served_cache_ratio(coded) + 0.01
     with pytest.warns(UserWarning, match=f"a cache_ratio up to {ratio:.2f} would give a geometry that one serves"):
         warn_of_slow_layers(layers(3328, 24))
 
