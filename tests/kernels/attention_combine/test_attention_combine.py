@@ -10,9 +10,9 @@ import torch
 from mha2mla.kernels import attention_combine, mla_decode
 from mha2mla.kernels.attention_combine import attention_combine_reference
 from mha2mla.testing.numeric_check import errors
+from mha2mla.testing.problems import Problem
 from tests.few import few
 from tests.kernels.compiled import for_cpu, gate
-from tests.kernels.problems import Problem
 
 SPLITS = (1, 2, 3, 5, 17, 97, 160)
 SHAPES = [(3, 1, 4, 64), (2, 2, 9, 80), (1, 3, 2, 200), (2, 1, 3, 512), (1, 1, 2, 576)]  # B, S_q, H, d_v
