@@ -267,7 +267,7 @@ def measure_cases(cases: Sequence[Case], source: str, kind: str, title: str, eva
     lengths_measured = dict.fromkeys(key for row in table.rows for key in row if key.isdecimal())
     seconds = ("calibration_seconds", "convert_seconds")
     columns = ("name", "geometry", "cache_ratio", *lengths_measured, "kl", *seconds, "status")
-    return table.show(f"{title}: perplexity over the source's, {measured['model']}, float32", columns)
+    return table.show(f"{title}: perplexity relative to the source model, {measured['model']}, float32", columns)
 
 
 def _rows_of(json: str | None, measured: dict[str, Any]) -> dict[str, dict[str, Any]]:

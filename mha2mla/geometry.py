@@ -158,7 +158,7 @@ class MLAGeometry:
     def __str__(self) -> str:
         return (
             f"H={self.num_attention_heads} G={self.num_rope_heads} d_c={self.kv_lora_rank} d_r={self.qk_rope_head_dim}"
-            f"{' from the latent' if self.rope_from_latent else ''} ({self.cache_numel_per_token} numbers per token"
+            f"{' from the latent' if self.rope_from_latent else ''} ({self.cache_numel_per_token} elements per token"
             f"{f', latents in {self.latent_bits} bits' if self.has_codes else ''}"
             f"{', rotary keys in 8 bits' if self.has_key_codes else ''})"
         )

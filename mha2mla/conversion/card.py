@@ -46,7 +46,7 @@ beside the weights{remote}.
 
 | | source | converted |
 |---|---|---|
-| numbers cached per token, all layers | {before:,} | {cached:,} |
+| elements cached per token, all layers | {before:,} | {cached:,} |
 | bytes per token in bfloat16{codes} | {before_bytes:,} | {cached_bytes:,} ({cache_ratio:.4f}{kept}) |
 | parameters | {source_parameters:,} | {parameters:,} ({weight_growth:.4f}) |
 | bytes of weights, as stored | {source_weight_bytes:,} | {weight_bytes:,} |

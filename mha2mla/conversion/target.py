@@ -212,7 +212,7 @@ class Target(Stage):
         if rank < granule:
             others = ", or the shared or latent layout" if LAYOUTS[self.layout].has_rope_cache else ""
             raise ValueError(
-                f"cache_ratio is {self.cache_ratio}, {budget} numbers per token and layer, of which {what} leaves"
+                f"cache_ratio is {self.cache_ratio}, {budget} elements per token and layer, of which {what} leaves"
                 f" {budget - rotary} for the latent; expected {granule} or more: use a larger ratio{others}"
             )
         return rank

@@ -128,7 +128,7 @@ def test_plan_predicts_no_step_without_a_fast_kernel():
 
 def test_plan_says_which_ratio_is_too_small(tiny_source):
     (row,) = plan(tiny_source, cache_ratios=(0.0001,), layouts=("shared",)).rows[1:]
-    assert row["note"].startswith("no conversion: cache_ratio is 0.0001, 0 numbers per token and layer")
+    assert row["note"].startswith("no conversion: cache_ratio is 0.0001, 0 elements per token and layer")
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def generate_windows(
     write = functools.partial(_write, model, ends, starts, written)
     made = []
     batches = range(0, count * pieces, rows)
-    for done, part in zip(batches, split(progress, *[1.0] * len(batches)), strict=True):
+    for number, (done, part) in enumerate(zip(batches, split(progress, *[1.0] * len(batches)), strict=True), 1):
         piece = f"{PIECES}{'diverse-' if diverse else ''}{length}-{done:07d}"
         if work is not None and (kept := work.get(piece)):
             (tensors, (version, state, gauss)) = kept
@@ -108,7 +108,8 @@ def generate_windows(
             draw.setstate((version, tuple(state), gauss))
             made.append(tensors["rows"])
             continue
-        made.append(write(min(rows, count * pieces - done), generator, part))
+        what = f"text {number} of {len(batches)}, windows of {length:,}"
+        made.append(write(min(rows, count * pieces - done), generator, part, what))
         if work is not None:
             work.put(piece, {"rows": made[-1], "generator": generator.get_state()}, draw.getstate())
     first = torch.tensor(start_tokens(tokenizer), dtype=torch.int64)
@@ -137,6 +138,7 @@ def _write(
     rows: int,
     generator: torch.Generator,
     progress: bool | Span,
+    what: str,
 ) -> torch.Tensor:
     """int64 [rows, length]; the host reads a step's tokens while the device already makes the next step.
 
@@ -157,7 +159,7 @@ def _write(
     on_cuda = model.device.type == "cuda"
     was_forced = is_forced.clone()
     chosen = read = None  # tokens of the step before on the host, once the event ``read`` has happened
-    for _ in progress_bar(range(length - 1), desc="generate", unit="token", show=progress):
+    for _ in progress_bar(range(length - 1), desc=what, unit="token", show=progress):
         logits = logits_of(current)
         noise = torch.empty(logits.shape, device=model.device) if noise is None else noise
         best = sample(logits, generator, noise)
