@@ -127,12 +127,6 @@ def test_refusals_name_the_argument(change, message):
         attention_combine(**arguments)
 
 
-def test_opcheck():
-    for count in (None, torch.tensor([1, 3], dtype=torch.int32)):
-        arguments = (*parts(3, (2, 1, 2, 8), torch.float32), count, torch.float32, False)
-        torch.library.opcheck(torch.ops.mha2mla.attention_combine.default, arguments)
-
-
 @cache
 def compiled_for_cpu(v_head_dim):
     pytest.importorskip("tilelang", reason="TileLang is not installed")

@@ -155,20 +155,6 @@ def test_refusals_of_two_parts():
         mla_prefill_varlen(q[..., :0], q, k, k, v, bounds, bounds, 3, softmax_scale=1.0)
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_schema_and_fake_do_not_drift(parts):
-    problem = dataclasses.replace(SMALL[parts - 1], lengths=((2, 3), (4, 4)))
-    inputs = problem.inputs(torch.float32)
-    operands = [x for pair in zip((*inputs["queries"], None), (*inputs["keys"], None), strict=True) for x in pair]
-    operands = (
-        operands[0], operands[2], operands[1], operands[3], inputs["v"], inputs["cu_seqlens_q"],
-        inputs["cu_seqlens_k"], 4, 0.1, True, 2, 1, False,
-    )  # fmt: skip
-    torch.library.opcheck(torch.ops.mha2mla.attention_varlen.default, operands)
-    out = torch.empty(11, problem.heads, problem.v_head_dim)
-    torch.library.opcheck(torch.ops.mha2mla.attention_varlen_out.default, (*operands, out))
-
-
 def test_compiles_into_one_graph():
     compiled = torch.compile(attention_varlen, fullgraph=True, backend="eager")
     given = arguments(q=torch.randn(5, 4, 16), k=torch.randn(7, 2, 16), v=torch.randn(7, 2, 24))

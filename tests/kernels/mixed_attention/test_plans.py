@@ -191,26 +191,3 @@ def test_refusals_of_a_plan():
     wrong = replace(problem, batch=replace(problem.batch, lengths=problem.batch.lengths[:2]))
     with pytest.raises(ValueError, match=r"lengths is torch.int32 \(2, 9\) on cpu; expected torch.int32 \(3, 9\)"):
         wrong.plan()
-
-
-def test_opcheck():
-    problem = Problem.make(WIDTHS["per group"])
-    torch.library.opcheck(
-        torch.ops.mha2mla.mla_attention.default,
-        (
-            problem.q_nope, problem.q_pe, problem.latent_cache, None, problem.rope_cache, None, problem.k_up,
-            problem.v_up, None, None, None, 1.0, *problem.plan().fields(), SCALE, None,
-        ),
-    )  # fmt: skip
-    problem = Problem.make(WIDTHS["from the latent"])
-    rope = problem.rope
-    torch.library.opcheck(
-        torch.ops.mha2mla.mla_attention.default,
-        (
-            problem.q_nope, problem.q_pe, problem.latent_cache, None, None, None, problem.k_up, problem.v_up,
-            rope.weight, rope.bias, rope.inv_freq, rope.scaling, *problem.plan().fields(), SCALE, None,
-        ),
-    )  # fmt: skip
-    batch, query, keys, values = gqa_problem()
-    plan = gqa_plan(batch, keys, values)
-    torch.library.opcheck(torch.ops.mha2mla.gqa_attention.default, (query, keys, values, *plan.fields(), SCALE, None))

@@ -140,36 +140,6 @@ def test_bad_input_is_named(named):
         call(inputs, **BAD[named](inputs))
 
 
-def test_schema_and_fake_do_not_drift_and_break_no_graph():
-    inputs = BASE.inputs(torch.float32)
-    tensors = ("q_latent", "q_pe", "latent_cache", "rope_cache", "block_table", "cache_seqlens", "cache_starts")
-    arguments = [inputs[name] for name in tensors] + [inputs["softmax_scale"], True, "reference"]
-    torch.library.opcheck(torch.ops.mha2mla.mla_decode.default, arguments)
-    for window, sinks in ((-1, 0), (5, 2)):
-        plan = make_plan(inputs, window=None if window < 0 else window, sinks=sinks)
-        buffers = [plan.schedule, plan.splits, plan.partial_out, plan.partial_lse]
-        outs = [torch.empty_like(inputs["q_latent"]), torch.empty(3, 6, 2)]
-        for given_plan in (buffers, [None] * 4):
-            everything = [*arguments, window, sinks, *given_plan, *outs]
-            torch.library.opcheck(torch.ops.mha2mla.mla_decode_out.default, everything)
-        planned = [inputs["cache_seqlens"], inputs["cache_starts"], 96, 2, True, window, sinks, *buffers[:2], 0]
-        torch.library.opcheck(torch.ops.mha2mla.split_kv_plan.default, planned)
-    compiled = torch.compile(lambda i: mla_decode(**i, return_lse=True), fullgraph=True, backend="aot_eager")
-    for got, expected in zip(compiled(inputs), mla_decode(**inputs, return_lse=True), strict=True):
-        assert torch.equal(got, expected)
-
-
-def test_a_plan_compiles_into_the_graph():
-    inputs = BASE.inputs(torch.float32)
-    plan = make_plan(inputs, window=4)
-
-    def step(i: dict) -> torch.Tensor:
-        plan.refresh(i["cache_seqlens"], i["cache_starts"])
-        return mla_decode(**i, plan=plan)
-
-    assert torch.equal(torch.compile(step, fullgraph=True, backend="aot_eager")(inputs), step(inputs))
-
-
 def test_a_plan_refuses_other_shapes():
     inputs = BASE.inputs(torch.float32)
     plan = make_plan(inputs)

@@ -72,16 +72,3 @@ def test_key_codes_come_with_their_scales():
     narrow = dataclasses.replace(BASE, qk_rope_head_dim=8).inputs(torch.float32)
     with pytest.raises(ValueError, match="qk_rope_head_dim is 8; rows of e4m3 numbers must be multiples of 16 bytes"):
         mla_decode(**narrow, backend="tilelang")
-
-
-def test_opcheck_and_fullgraph():
-    inputs = BASE.inputs(torch.float32)
-    rope, plan = inputs["rope"], BASE.plan(inputs)
-    tensors = [inputs[name] for name in ("q_latent", "q_pe", "latent_cache")]
-    tensors += [inputs["rope_cache"], inputs["rope_scale"], rope.bias, rope.inv_freq, rope.page_offsets]
-    indices = [inputs[name] for name in ("block_table", "cache_seqlens", "cache_starts")]
-    arguments = [*tensors, rope.scaling, *indices, inputs["softmax_scale"], True, "reference"]
-    torch.library.opcheck(torch.ops.mha2mla.mla_decode_fp8_keys.default, arguments, test_utils=["test_faketensor"])
-    for keywords in ({}, {"plan": plan}):
-        compiled = torch.compile(lambda i, k: mla_decode(**i, **k), fullgraph=True, backend="aot_eager")
-        assert torch.equal(compiled(inputs, keywords), mla_decode(**inputs, **keywords))

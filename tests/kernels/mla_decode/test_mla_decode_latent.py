@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from mha2mla.kernels import LatentRope, mla_decode, plan_mla_decode, quantize_latent, rotary_keys
+from mha2mla.kernels import mla_decode, plan_mla_decode, quantize_latent, rotary_keys
 from mha2mla.testing.numeric_check import errors
 from mha2mla.testing.problems import LatentProblem, judge, with_keys
 from tests.kernels.problems import assert_right, torch_at
@@ -157,23 +157,6 @@ def test_entries_behind_a_length_may_name_any_page():
     inputs["block_table"][0, 5:] = inputs["block_table"][0, 0]
     out, lse = mla_decode(**inputs, return_lse=True)
     assert_right(inputs, out, lse)
-
-
-def test_opcheck_and_fullgraph():
-    for problem in (BASE, dataclasses.replace(BASE, shuffled=True)):
-        inputs = problem.inputs(torch.float32)
-        rope: LatentRope = inputs["rope"]
-        tensors = [inputs[name] for name in ("q_latent", "q_pe", "latent_cache")]
-        tensors += [rope.weight, rope.bias, rope.inv_freq, rope.page_offsets]
-        indices = [inputs[name] for name in ("block_table", "cache_seqlens", "cache_starts")]
-        arguments = [*tensors, rope.scaling, *indices, inputs["softmax_scale"], True, "reference"]
-        torch.library.opcheck(torch.ops.mha2mla.mla_decode_latent.default, arguments)
-        outs = [torch.empty_like(inputs["q_latent"]), torch.empty(3, 6, 2)]
-        torch.library.opcheck(torch.ops.mha2mla.mla_decode_latent_out.default, [*arguments, -1, 0, *[None] * 4, *outs])
-        plan = problem.plan(inputs)
-        for keywords in ({}, {"plan": plan}):
-            compiled = torch.compile(lambda i, k: mla_decode(**i, **k), fullgraph=True, backend="aot_eager")
-            assert torch.equal(compiled(inputs, keywords), mla_decode(**inputs, **keywords))
 
 
 def test_a_plan_needs_no_rotary_cache():

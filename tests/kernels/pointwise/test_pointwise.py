@@ -56,13 +56,6 @@ def test_refusals():
             call()
 
 
-def test_opcheck():
-    x, residual, other, weight = given(16, torch.float32)
-    torch.library.opcheck(torch.ops.mha2mla.rms_norm.default, (x, residual, weight, 1e-5, False))
-    torch.library.opcheck(torch.ops.mha2mla.rms_norm.default, (x, None, weight, 1e-5, False))
-    torch.library.opcheck(torch.ops.mha2mla.silu_mul.default, (x, other, False))
-
-
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize(("width", "vector"), [(48, 8), (20, 4), (7, 1)])
 def test_norm_on_cpu_target(width, vector, residual):

@@ -83,13 +83,6 @@ def test_append_refusals(change, message):
         mla_append(**append_arguments() | change)
 
 
-def test_append_opcheck():
-    given = append_arguments()
-    cache = given["latent_cache"].view(torch.uint8)  # torch compares no e4m3 numbers on a CPU
-    arguments = (given["latent"], cache, given["latent_scale"], given["slots"], False)
-    torch.library.opcheck(torch.ops.mha2mla.quantize_append.default, arguments)
-
-
 @pytest.mark.parametrize("width", [48, 33, 1])
 def test_quantising_kernel_on_the_cpu_target(width):
     """Quotients before they are rounded to e4m3, which the C target does not know."""

@@ -156,16 +156,6 @@ def test_refusals_name_the_argument(change, message):
         mla_append(**tensors(SHAPES[0]) | change)
 
 
-def test_opcheck():
-    given = tensors(SHAPES[0])
-    rows, (*caches, positions, slots, inv_freq) = list(given.values())[:3], list(given.values())[3:]
-    for scale in (None, torch.zeros(PAGES, PAGE)):
-        if scale is not None:
-            rows[1], caches[1] = rows[1][:, :1], caches[1][:, :, :1].to(torch.float8_e4m3fn).view(torch.uint8)
-        arguments = (*rows, *caches, scale, positions, slots, inv_freq[:1], 1.0, False, False)
-        torch.library.opcheck(torch.ops.mha2mla.rope_append.default, arguments)
-
-
 @pytest.mark.parametrize(
     ("shape", "device"),
     [(shape, "cpu") for shape in SHAPES] + [pytest.param(SHAPES[i], "cuda", marks=pytest.mark.gpu) for i in (0, 3, 4)],

@@ -78,12 +78,6 @@ def test_is_faster_as_measured():
     assert not is_faster(5120, 5120, gated=False, **many) and not is_faster(37888, 3584, gated=True, **many)
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_opcheck(gated):
-    x, weight = given(3, 32, 16)
-    torch.library.opcheck(torch.ops.mha2mla.skinny_linear.default, (x.view(3, 1, 32), weight, None, gated, False))
-
-
 @pytest.mark.parametrize(
     ("outputs", "columns", "rows", "gated"),
     [(4096, 11008, 16, False), (22016, 4096, 64, True), (6656, 4096, 8, False), (28672, 4096, 128, True)],
