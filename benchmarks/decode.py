@@ -36,7 +36,7 @@ from benchmarks.runner import Benchmark, speed_of
 from benchmarks.shapes import MLA_PEERS, SpeedCase, decode_case, decode_cases, fp8_cases, gqa_cases
 from mha2mla.kernels import dequantize_latent, gqa_decode, mla_decode, plan_mla_decode, quantize_latent
 from mha2mla.kernels.mla_decode.api import FP8, MLA
-from mha2mla.kernels.parallel_compilation import CompileJob, compile_launches
+from mha2mla.kernels.parallel_compilation import CompileJob, compile_in_processes, compile_launches
 from mha2mla.testing.numeric_check import errors
 from mha2mla.testing.problems import Problem, exact, judge
 
@@ -124,9 +124,9 @@ def host(profile: bool = False, json: str | None = None, calls: int = 300) -> bo
         calls: per row.
     """
     problems = [Problem(32, 32, 512, 16, (64,)), Problem(32, 1, 512, 64, (64,)), Problem(128, 1, 512, 64, (64,))]
-    for case in map(decode_case, problems):
-        for job in decode_jobs(case):
-            compile_launches(job)
+    jobs = [job for problem in problems for job in decode_jobs(decode_case(problem))]
+    if failed := compile_in_processes(compile_launches, jobs):
+        raise RuntimeError(str(failed))
     table = Recording("decode-host", json, calls=calls)
     for problem in problems:
         inputs = problem.inputs(torch.bfloat16, "cuda")

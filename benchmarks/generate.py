@@ -48,8 +48,8 @@ def measure(
     row["of_source"] = row["first_ms"] / row["source_first_ms"]
 
     cache = greedy(model, ids, new_tokens, capture=True, return_dict_in_generate=True).past_key_values
-    steps = {} if cache.captured is None else cache.captured._steps
-    replays = [step.replay for step in steps.values() if step is not None]
+    graphs = {} if cache.captured is None else cache.captured._graphs
+    replays = [graph.replay for graph in graphs.values() if graph is not None]
     if len(replays) != 1:
         return row | {"status": f"wrong: {len(replays)} steps are captured, {model.explain_uncaptured()}"}
     row["graph_ms"] = replay_seconds(replays[0], min(new_tokens, cache.capacity - prompt - new_tokens)) * 1e3

@@ -38,7 +38,7 @@ from mha2mla.kernels.mla_decode.selection import DecodeShape, refusal, select_ke
 from mha2mla.pipeline.sizing import GPUS
 
 RESULTS = Path(mha2mla.__file__).parents[1] / "benchmarks" / "results"  # of a clone
-LAYOUTS = ("latent", "shared", "per-group")
+LAYOUTS = ["latent", "shared", "per-group"]  # ipywidgets takes a tuple for the ends of a slider
 SHAPE = {
     "heads": 32,  # H, query heads
     "kv_heads": 8,  # of the source, head_dim 128
