@@ -91,7 +91,7 @@ def test_notebook_runs(name, tmp_path, environment):
 def test_kernel_explorer_has_sliders_where_ipywidgets_is(tmp_path, environment):
     stub = "def interact(call, **choices):\n    print('sliders:', sorted(choices))\n    call(**{**FIRST, 'batch': 2})\n"
     # ipywidgets refuses a tuple that holds no numbers
-    stub += "    assert all(isinstance(one, list) or set(map(type, one)) == {int} for one in choices.values()), choices\n"
+    stub += "    assert all(isinstance(one, list) or {*map(type, one)} == {int} for one in choices.values()), choices\n"
     first = "FIRST = dict(heads=8, kv_heads=1, layout='shared', kv_lora_rank=64, qk_rope_head_dim=8, length=64,"
     first += " gpu='h100-80gb')\n"
     for name, content in (("with", first + stub), ("without", "raise ImportError\n")):
