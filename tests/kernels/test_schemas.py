@@ -52,7 +52,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 class Made(TorchDispatchMode):
-    """Calls of this package's ops: (op, arguments)."""
+    """Calls of this package's ops: (op, arguments as they were before it wrote to them)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Made(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "mha2mla":
-            self.calls.append((func, args))
+            self.calls.append((func, [x.clone() if isinstance(x, torch.Tensor) else x for x in args]))
         return func(*args, **(kwargs or {}))
 
 
@@ -68,6 +68,7 @@ def decoded(problem):
     inputs = problem.inputs(torch.float32)
     inputs |= {name: inputs[name].nan_to_num() for name in ("latent_scale", "rope_scale") if name in inputs}
     plan = problem.plan(inputs)
+    plan.splits.fill_(-7)
     plan.refresh(inputs["cache_seqlens"], inputs["cache_starts"])
     decode(problem, inputs, plan=plan, return_lse=True)
     if problem.window is None:  # which a plan says
