@@ -1,6 +1,7 @@
 """Looks at HTML pages in a headless Chromium: console messages, requests, and screenshots, light and dark.
 
     python benchmarks/browse.py report.html --shots shots        # Debian's package chromium, or CHROMIUM=path
+    python benchmarks/browse.py --docs                           # the screenshots docs/*.png; needs the extra `docs`
 
 Prints a line for each page and exits with 1 if a page logged a message, asked for another file, or is wider than the
 window. ``--height`` cuts the screenshots.
@@ -23,6 +24,12 @@ from pathlib import Path
 from typing import Any
 
 WIDTH = 1280
+ROOT = Path(__file__).resolve().parents[1]
+PLAN = "mha2mla plan llama-3-8b --gpu h100-80gb"
+STYLE = """body {margin: 24px 30px; font: 14px/1.4 system-ui, sans-serif; color: #1f2328} img {max-width: 450px}
+h1, h2 {border-bottom: 1px solid #d1d9e0; padding-bottom: .3em} table {border-collapse: collapse}
+td, th {border: 1px solid #d1d9e0; padding: 6px 10px; text-align: left} a {color: #0969da; text-decoration: none}
+pre {background: #f6f8fa; padding: 12px; overflow: hidden} code {font: 11px/1.5 monospace}"""
 
 
 class Browser:
@@ -79,20 +86,61 @@ def look(chromium: Browser, path: Path, shots: Path, height: int | None) -> list
     """Takes two screenshots of a page. Returns what is wrong with it."""
     problems, address = [], path.resolve().as_uri()
     for scheme in ("light", "dark"):
-        chromium.events.clear()
-        chromium.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        chromium.call("Emulation.setDeviceMetricsOverride", width=WIDTH, height=900, deviceScaleFactor=1, mobile=False)
-        chromium.call("Page.navigate", url=address)
-        chromium.wait("Page.loadEventFired")
-        size = chromium.call("Page.getLayoutMetrics")["cssContentSize"]
-        if size["width"] > WIDTH:
-            problems.append(f"{size['width']} pixels wide in a window of {WIDTH}")
-        clip = {"x": 0, "y": 0, "width": WIDTH, "height": min(size["height"], height or size["height"]), "scale": 1}
-        image = chromium.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
-        shots.mkdir(parents=True, exist_ok=True)
-        (shots / f"{path.stem}-{scheme}.png").write_bytes(base64.b64decode(image["data"]))
+        width = shoot(chromium, address, shots / f"{path.stem}-{scheme}.png", scheme, WIDTH, height)
+        if width > WIDTH:
+            problems.append(f"{width} pixels wide in a window of {WIDTH}")
         problems += _problems(chromium.events, address)
     return list(dict.fromkeys(problems))
+
+
+def shoot(chromium: Browser, address: str, image: Path, scheme: str, width: int, height: int | None) -> int:
+    """Takes a screenshot of a page, as high as it is or ``height``. Returns the page's width."""
+    chromium.events.clear()
+    chromium.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    chromium.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+    chromium.call("Page.navigate", url=address)
+    chromium.wait("Page.loadEventFired")
+    size = chromium.call("Page.getLayoutMetrics")["cssContentSize"]
+    clip = {"x": 0, "y": 0, "width": width, "height": min(size["height"], height or size["height"]), "scale": 1}
+    found = chromium.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
+    image.parent.mkdir(parents=True, exist_ok=True)
+    image.write_bytes(base64.b64decode(found["data"]))
+    return size["width"]
+
+
+def docs(work: Path) -> None:
+    """README, the report of a conversion, what plan prints, and the first page of the site, as docs/*.png."""
+    import markdown
+    from PIL import Image
+    from rich.console import Console
+    from rich.text import Text
+
+    from mha2mla.eval.page import write_page
+
+    readme, report, plan = (work / f"{name}.html" for name in ("readme", "report", "plan"))
+    body = markdown.markdown((ROOT / "README.md").read_text(encoding="utf-8"), extensions=["tables", "fenced_code"])
+    base = f'<!doctype html><meta charset="utf-8"><base href="{ROOT.as_uri()}/">'
+    readme.write_text(f"{base}<style>{STYLE}</style>{body}", encoding="utf-8")
+    write_page([ROOT / "benchmarks" / "results" / "h200-quality-latent.json"], report)
+    terminal = ["script", "-qec", f"stty cols 118; {sys.executable} -m {PLAN}", "/dev/null"]
+    printed = subprocess.run(terminal, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    console = Console(record=True, width=118, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(Text.from_ansi(f"$ {PLAN}\n{printed}"))
+    page = '<meta charset="utf-8"><style>{stylesheet} pre {{font: 13px/1.3 monospace}}</style><pre>{code}</pre>'
+    plan.write_text(console.export_html(code_format=page), encoding="utf-8")
+    subprocess.run([ROOT / ".ci" / "docs", sys.executable], check=True)
+    pages = {
+        "readme": (readme, "light", 720, 1480),
+        "report-light": (report, "light", WIDTH, 800),
+        "report-dark": (report, "dark", WIDTH, 800),
+        "plan": (plan, "light", 958, None),
+        "site": (ROOT / "build" / "site" / "index.html", "light", WIDTH, 1000),
+    }
+    with browser() as chromium:
+        for name, (page, scheme, width, height) in pages.items():
+            image = ROOT / "docs" / f"{name}.png"
+            shoot(chromium, page.as_uri(), image, scheme, width, height)
+            Image.open(image).convert("RGB").quantize(128).save(image, optimize=True)
 
 
 def _problems(events: list[dict[str, Any]], address: str) -> Iterator[str]:
@@ -112,10 +160,15 @@ def _problems(events: list[dict[str, Any]], address: str) -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("pages", nargs="+", type=Path)
+    parser.add_argument("pages", nargs="*", type=Path)
+    parser.add_argument("--docs", action="store_true", help="make the screenshots docs/*.png")
     parser.add_argument("--shots", type=Path, default=Path("shots"), help="folder of the screenshots")
     parser.add_argument("--height", type=int, help="pixels of a screenshot at most")
     options = parser.parse_args()
+    if options.docs:
+        with tempfile.TemporaryDirectory() as work:
+            docs(Path(work))
+        return 0
     wrong = 0
     with browser() as chromium:
         for path in options.pages:

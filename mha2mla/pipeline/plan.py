@@ -45,7 +45,7 @@ STEP_NOTE = (
     " reading and multiplying, without gaps and communication. Measured on one H200: steps took"
     f" {MEASURED_OVER_PREDICTED[0]} to {MEASURED_OVER_PREDICTED[1]} times as long, attention over computed rotary keys"
     f" alone {ATTENTION_OVER_PREDICTED[0]:.2f} to {ATTENTION_OVER_PREDICTED[1]:.2f} times. Other GPUs: not measured."
-    " The source's row is the bound of any implementation."
+    " Steps over codes: not predicted. The source's row is the bound of any implementation."
 )
 COST_NOTE = (
     "Estimates from measured conversions of up to 8B parameters; larger layers are extrapolated, and memory of smaller"
@@ -214,11 +214,10 @@ def _converted_row(
     row = {"d_c": whole.kv_lora_rank, **({"bits": whole.latent_bits} if whole.has_codes else {})}
     row |= {"G": whole.num_rope_heads, "d_r": whole.qk_rope_head_dim, "kernel": kernel}
     why = "no prediction: this kernel is slower than its bytes" if kernel == PORTABLE else why
-    if geometry.has_codes:
-        copied = "" if kernel is None or kernel.startswith("codes_") else "; decode copies them in 16 bits first"
-        why = f"no prediction: times over codes are not modelled{copied}"
+    if geometry.has_codes and kernel and not kernel.startswith("codes_"):
+        why = "decode copies codes in 16 bits first"
     row |= {"note": why, "kernel_8_bit": eight_bits}
-    row |= _capacity(after, machine, context, is_served=not why)
+    row |= _capacity(after, machine, context, is_served=not why and not geometry.has_codes)
     if "step_ms_largest" in row:
         steps = steps_by_rotary_width(after, geometry, spec, machine, row["largest_batch"], context)
         row["step_ms_by_d_r"] = ", ".join(f"{width}: {1e3 * step:.4g}" for width, step in steps.items()) or None
