@@ -16,7 +16,7 @@ from mha2mla.kernels import GroupQuantizer, decodes_codes, mla_decode
 from mha2mla.kernels.mla_decode.api import GROUP_CODES, LATENT_CODES
 from mha2mla.kernels.mla_decode.codes_selection import code_of, refusal, select_kernel
 from mha2mla.kernels.split_kv.choice import tile_rows
-from mha2mla.testing.problems import GroupCodesProblem, LatentCodesProblem, Problem, exact
+from mha2mla.testing.problems import GroupCodesProblem, LatentCodesProblem
 from tests.few import few
 from tests.kernels.compiled import for_cpu, gate_choice
 from tests.kernels.problems import (
@@ -42,13 +42,6 @@ COMPUTED = [
     LatentCodesProblem(14, 1, 64, 16, (5, 70), page_size=16, bits=8, group=64, shuffled=True),
     LatentCodesProblem(4, 1, 96, 24, (500, 129), page_size=128, seqlen_q=4, window=70, sinks=5),
 ]
-E4M3_SHAPES = [
-    Problem(32, 1, 512, 64, (0, 1, 63, 64, 65, 700), codes=True),
-    Problem(9, 3, 80, 16, (5, 130), page_size=16, codes=True),
-    Problem(8, 8, 64, 8, (3, 70, 66), seqlen_q=2, codes=True),
-    Problem(4, 2, 48, 16, (90, 70), starts=(3, 65), codes=True),
-    Problem(4, 1, 64, 16, (500,), window=70, sinks=5, codes=True),
-]
 
 
 def test_bytes_of_a_row_tell_bits_and_group_apart():
@@ -57,16 +50,6 @@ def test_bytes_of_a_row_tell_bits_and_group_apart():
         codes = [(bits, group) for bits in (3, 4, 8) for group in groups]
         assert [code_of(width, GroupQuantizer(*code).bytes_per_row(width)) for code in codes] == codes
     assert code_of(192, 192) is None and code_of(200, 200) is None
-
-
-@pytest.mark.parametrize("problem", [*SHAPES, *COMPUTED, *E4M3_SHAPES], ids=name)
-def test_reference_is_decode_over_the_dequantised_cache(problem):
-    inputs = problem.inputs(torch.float64)
-    plan = None if problem.window is None else problem.plan(inputs)
-    out, lse = mla_decode(**inputs, plan=plan, return_lse=True)
-    expected, expected_lse = exact(inputs, **problem.visibility)
-    assert torch.allclose(out, expected, rtol=1e-12, atol=1e-12)
-    assert torch.allclose(lse, expected_lse, rtol=1e-12, atol=1e-12)
 
 
 def test_codes_are_decoded_where_that_beat_a_copy():
