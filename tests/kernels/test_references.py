@@ -49,3 +49,18 @@ def test_reference_is_the_formula(problem, dtype):
         expected = exact(inputs, **problem.visibility)
         assert errors(out, expected[0])[0] < 1e-14
         torch.testing.assert_close((out, lse), expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("problem", [STORED, GQA, LATENT, KEYS, SHAPES[0], COMPUTED[0]], ids=name)
+def test_empty_batch_and_empty_cache_are_served(problem):
+    inputs = replace(problem, lengths=(0, 0)).inputs(torch.float32)
+
+    def cut(size):
+        tensors = {key: x for key, x in inputs.items() if isinstance(x, torch.Tensor) and key != "centers"}
+        return inputs | {key: x[:0] for key, x in tensors.items() if len(x) == size}
+
+    pages = len(inputs[problem.op.names[2]])
+    for given in (inputs, cut(pages)):
+        out, lse = decode(problem, given, return_lse=True)
+        assert not out.any() and (lse == -torch.inf).all()
+    assert pages == 3 and decode(problem, cut(2)).shape == (0, *out.shape[1:])
