@@ -46,7 +46,11 @@ def in_quantised_basis(
 
 
 def losses_of_codes(
-    plan: Plan, windows: TokenBlocks, geometry: MLAGeometry, layers: Sequence[Mapping[str, torch.Tensor]]
+    plan: Plan,
+    windows: TokenBlocks,
+    progress: bool | Span,
+    geometry: MLAGeometry,
+    layers: Sequence[Mapping[str, torch.Tensor]],
 ) -> list[dict[int, float]]:
     """Loss that codes of each layer's latent add, by bits, in nats per token (16 bits: 0).
 
@@ -56,7 +60,7 @@ def losses_of_codes(
     """
     spec, device = plan.spec, plan.model.device
     config = converted_config(plan.opened.config, spec, (geometry,) * spec.num_layers, plan.recipe)
-    statistics = statistics_of(config, _whole(plan, layers), windows, device)
+    statistics = statistics_of(config, _whole(plan, layers), windows, device, progress)
     rule, group = plan.recipe.basis_rule, plan.recipe.latent.group
     bases = [rule.basis(each, group) for each in statistics]
     folded = [basis.fold(layer) for basis, layer in zip(bases, layers, strict=True)]

@@ -24,7 +24,7 @@ from mha2mla.conversion.predictions import kl_divergence
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.conversion.target import GRANULE, fast_rank
 from mha2mla.geometry import LATENT_BITS, MLAGeometry, code_bytes
-from mha2mla.terminal import Span, progress_bar
+from mha2mla.terminal import Span, progress_bar, split
 
 # Shares of the uniform rank at which layers are measured. No layer gets less than the first: below it a loss can
 # rise far faster than between two (layer 0 of Qwen2.5-0.5B, rank 80 to 32: 11 times; from 80 and 128 one expects 1.8).
@@ -137,6 +137,7 @@ def measure_losses(
     walks = [replace(walk, geometries=(geometry,) * layers, recipe=replace(recipe, fit=fit)) for geometry in geometries]
     # Streams of judged windows all lie in one place: on disk when they are larger together.
     streams = 1 + layers * len(geometries)
+    walking, comparing = split(progress, 4, 1)
     judging = replace(walk, windows=judged, spill_bytes=walk.spill_bytes // streams)
     fitted, targets = walk.new_stores(2, on_device=True)
     clean, *others = judging.new_stores(streams, on_device=True)
@@ -144,7 +145,7 @@ def measure_losses(
     try:
         model.embed(fitted)
         model.embed(clean)
-        for layer in progress_bar(range(layers), desc="layer ranks", unit="layer", show=progress):
+        for layer in progress_bar(range(layers), desc="layer ranks", unit="layer", show=walking):
             module = model.layer(layer)
             with tf32_on_cuda(model.device):  # like the walk's own streams
                 for store in perturbed:
@@ -177,7 +178,7 @@ def measure_losses(
             fitted, targets = targets, fitted
             model.source.release()
         with tf32_on_cuda(model.device):
-            divergences = _divergences(model, clean, perturbed)
+            divergences = _divergences(model, clean, perturbed, comparing)
     finally:
         for store in (fitted, targets, clean, *others):
             store.close()
@@ -232,7 +233,9 @@ def _pass(
 
 
 @torch.inference_mode()
-def _divergences(model: StreamedModel, clean: ActivationStore, perturbed: Sequence[ActivationStore]) -> list[float]:
+def _divergences(
+    model: StreamedModel, clean: ActivationStore, perturbed: Sequence[ActivationStore], progress: bool | Span
+) -> list[float]:
     """KL(source ‖ perturbed) in nats per token, for every stream of last hidden states."""
     norm, head = model.final_norm(), model.head_rows(0, model.vocab_size)
 
@@ -240,8 +243,8 @@ def _divergences(model: StreamedModel, clean: ActivationStore, perturbed: Sequen
         return (norm(hidden) @ head.T).float().log_softmax(-1)
 
     totals = torch.zeros(len(perturbed), dtype=torch.float64, device=model.device)
-    parts = range(0, clean.blocks.size, _PREDICTED_TOKENS)
-    for block, start in itertools.product(range(len(clean)), parts):
+    parts = list(itertools.product(range(len(clean)), range(0, clean.blocks.size, _PREDICTED_TOKENS)))
+    for block, start in progress_bar(parts, desc="layer ranks compared", unit="part", show=progress):
         here = block, slice(start, start + _PREDICTED_TOKENS), model.device
         expected = predictions(clean.tokens(*here))
         for index, store in enumerate(perturbed):
