@@ -150,6 +150,8 @@ def test_lists_need_no_brackets():
     """Some shells take [1,8] for a pattern."""
     for text in ("1,8", "[1,8]", "1, 8"):
         assert parse("eval", "latency", "a", "b", "--batch-sizes", text)["batch_sizes"] == [1, 8]
+    for words in (["0.5", "0.25"], ["0.5,0.25"], ["0.5", "--cache-ratio", "0.25"]):
+        assert parse("plan", "a", "--cache-ratio", *words)["cache_ratio"] == [0.5, 0.25]
     assert parsed_recipe("--calibration.lengths", "512,1024") == {"calibration.lengths": [512, 1024]}
     assert parsed_recipe("--calibration.lengths", "[512]") == {"calibration.lengths": [512]}
     assert parsed_recipe("--latent.ranks", "8,16") == {"latent.ranks": [8, 16]}

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, Parameter
 
 from mha2mla.checkpoints import find_checkpoint, find_converted, find_pair
-from mha2mla.cli.flags import SEVERAL, Device, Dtype, Json, Numbers, RotaryKeyCache, Texts, flag, torch_dtype
+from mha2mla.cli.flags import SEVERAL, Device, Dtype, Json, Numbers, Ratios, RotaryKeyCache, Texts, flag, torch_dtype
 from mha2mla.conversion.calibration.texts import check_text
 from mha2mla.conversion.target import DEFAULT_LAYOUT, LayoutName
 from mha2mla.environment import thread_hint
@@ -338,7 +338,7 @@ def plan(
     gpu: str | None = None,
     tp: int = 1,
     context: int = 8192,
-    cache_ratio: Annotated[list[float] | None, SEVERAL] = None,
+    cache_ratio: Ratios = None,
     layout: Annotated[list[LayoutName] | None, SEVERAL] = None,
     latent_bits: int | None = None,
     json: Json = None,

@@ -27,8 +27,14 @@ def _whole_numbers(hint: Any, tokens: Sequence[Token]) -> list[int]:
         raise ValueError(f"expected whole numbers joined by commas, such as 1,8, and not {text!r}") from error
 
 
+def _numbers(hint: Any, tokens: Sequence[Token]) -> list[float]:
+    """Reads ``0.5 0.25`` and ``0.5,0.25``."""
+    return [float(part) for token in tokens for part in token.value.split(",")]
+
+
 SEVERAL = Parameter(consume_multiple=1)  # --text A B, or --text A --text B
 Texts = Annotated[list[str] | None, SEVERAL]
+Ratios = Annotated[list[float] | None, Parameter(converter=_numbers, consume_multiple=1, json_list=False)]
 Numbers = Annotated[list[int] | None, Parameter(converter=_whole_numbers, n_tokens=1, json_list=False, metavar="N,N,…")]
 Device = Annotated[
     str | None, Parameter(metavar="DEVICE", help="cpu, cuda, cuda:1, …; default CUDA when there is one.")

@@ -91,7 +91,10 @@ class Inspection:
         left_out = ("recipe.", "bytes of weights")
         shown = {name: value for name, value in self.summary.items() if not name.startswith(left_out)}
         served = ((f"layers {row['layers']}", f"decode on CUDA {row['decode_on_cuda']}") for row in self.geometries)
-        lost = ((f"{row['text']}, {row['length']}", f"{row['perplexity_ratio']:.4f} x") for row in self.measured)
+        healed = " before healing" if "healed" in shown else ""
+        lost = (
+            (f"{row['text']}, {row['length']}", f"{row['perplexity_ratio']:.4f} x{healed}") for row in self.measured
+        )
         return "\n".join(f"{name}: {format_value(value)}" for name, value in (*shown.items(), *served, *lost))
 
     __repr__ = __str__
