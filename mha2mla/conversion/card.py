@@ -140,9 +140,7 @@ def model_card(
             "codes": f"; latents as codes of {shown} bits, by the package alone" if bits[0] < 16 else "",
             "remote": " and caches latents in the model's dtype" if bits[0] < 16 else "",
             "before_bytes": 2 * before,
-            "kept": f"; {report['kept_cache_ratio']:.4f} with rotary keys kept"
-            if report["rotary_numel_per_token"]
-            else "",
+            "kept": f"; {report['kept']}" if report["kept"] else "",
             "length": "as many as the source takes" if length is None else f"up to {length:,}",
             "long_loss": "" if report["long_parity"] is None else _LONG_LOSS.format_map(report),
             "picture": "" if plot is None else f"![relative error by layer]({plot})\n\n",

@@ -231,14 +231,15 @@ def _calibrated_length(config: MHA2MLAConfig, record: dict[str, Any]) -> str:
 
 
 def _cache_ratio(config: MHA2MLAConfig) -> str:
-    """Bytes cached per token over the source's in 16 bits, and with rotary keys kept, where these can be computed."""
+    """Bytes cached per token over the source's in 16 bits, and with rotary keys kept, where these can be computed; in 8
+    bits too, beside 16-bit latents."""
     layers = [config.layer_geometry(index) for index in range(config.num_hidden_layers)]
     before = 2 * sum(layer.source_cache_numel_per_token for layer in layers)
-    alone, kept = (
-        sum(layer.cache_bytes_per_token(2) for layer in each) / before
-        for each in (layers, [layer.with_stored_keys for layer in layers])
-    )
-    return f"{alone:.4g}" + ("" if config.has_rope_cache else f", {kept:.4g} with rotary keys kept")
+    ways = [layers] if config.has_rope_cache else [layers, [layer.with_stored_keys for layer in layers]]
+    if not config.has_rope_cache and not any(layer.has_codes for layer in layers):
+        ways.append([layer.with_key_codes for layer in layers])
+    alone, *kept = (f"{sum(layer.cache_bytes_per_token(2) for layer in way) / before:.4g}" for way in ways)
+    return alone + (f", {' or in 8 bits '.join(kept)} with rotary keys kept" if kept else "")
 
 
 def _healing(record: Mapping[str, Any]) -> str:
@@ -256,7 +257,8 @@ def _geometries(config: MHA2MLAConfig, dtype: torch.dtype) -> list[dict[str, Any
     for geometry, alike in groupby(range(config.num_hidden_layers), config.layer_geometry):
         index, *others = alike
         cached = config.cached_geometry(index)
-        keys = ("kept beside the latent" if cached.has_rope_cache else "from the latent", "cached")
+        kept = f"kept beside the latent{' in 8 bits' * cached.has_key_codes}"
+        keys = (kept if cached.has_rope_cache else "from the latent", "cached")
         rows.append(
             {
                 "layers": f"{index}–{others[-1]}" if others else str(index),

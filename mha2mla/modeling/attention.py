@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers.cache_utils import Cache
 from transformers.distributed.utils import is_dtensor
 
@@ -96,7 +98,12 @@ class MLAAttention(modeling_mha2mla.MLAAttention):
         if geometry.has_rope_cache:
             first = cache.get_seq_length(self.layer_idx)
             positions = torch.arange(latent.shape[1], device=latent.device) + first
-            keys = self._rotary_keys(self._rounded(latent, geometry), positions[None])[:, :, 0]
+            read = self._rounded(latent, geometry)
+            if geometry.has_key_codes:
+                rope = self._latent_rope(read)
+                keys = rotary_keys(read, replace(rope, bias=torch.zeros_like(rope.bias)), positions[None])
+            else:
+                keys = self._rotary_keys(read, positions[None])[:, :, 0]
         if not geometry.has_codes:
             return cache.update(latent[:, None], keys[:, None], self.layer_idx)[0][:, 0]
         was_empty, codes = cache.layers[self.layer_idx].is_empty, {"latent_centers": self._centers}
@@ -124,6 +131,11 @@ class MLAAttention(modeling_mha2mla.MLAAttention):
             return latent
         rounded = quantizer_of(geometry).round(latent.detach(), self._centers)
         return rounded + (latent - latent.detach()) if torch.is_grad_enabled() else rounded
+
+    def _latent_rope(self, like: Tensor) -> LatentRope:
+        """What rotary keys are made of, in the dtype of the latents ``like``."""
+        own = own_map(self.k_rope_proj) or affine_map(self.k_rope_proj, like)
+        return LatentRope(*own, self.inv_freq[0], self.config.layer_rope_scaling(self.layer_idx))
 
     def _rotary_keys(self, latent: Tensor, positions: Tensor) -> Tensor:
         scaling = self.config.layer_rope_scaling(self.layer_idx)
@@ -153,7 +165,8 @@ class MLAAttention(modeling_mha2mla.MLAAttention):
             return out, weights
         layer = mla_step.layers[self.layer_idx]
         q_nope, q_pe, latent, k_pe = self._encoded(hidden_states)
-        has_codes = layer.constants.geometry.has_codes
+        geometry = layer.constants.geometry
+        has_codes = geometry.has_codes
         own = getattr if self.shard is None else MLAAttention._own
         tensors = {
             "q_nope": q_nope.flatten(0, 1),
@@ -163,12 +176,15 @@ class MLAAttention(modeling_mha2mla.MLAAttention):
             "k_up": own(self, "k_b_proj") if self.geometry.qk_nope_head_dim else None,
             "v_up": own(self, "v_b_proj"),
         }
-        if not layer.constants.geometry.has_rope_cache:
+        if geometry.has_key_codes or not geometry.has_rope_cache:
             rope = own_map(self.k_rope_proj) or affine_map(self.k_rope_proj, latent)
             tensors["rope_weight"], tensors["rope_bias"] = rope
-        elif k_pe is None:  # one product: torch adds the bias of [B, S, d_c] whose rows lie apart by another kernel
-            # Made of what codes give back, so that kept keys are those that would be computed when they are read.
-            read = self._rounded(tensors["latent"], layer.constants.geometry)
+        if geometry.has_key_codes:  # without the bias, which is added where keys are read
+            tensors["k_pe"] = F.linear(tensors["latent"], tensors["rope_weight"])[:, None]
+        elif geometry.has_rope_cache and k_pe is None:
+            # One product: torch adds the bias of [B, S, d_c] whose rows lie apart by another kernel. Made of what codes
+            # give back, so that kept keys are those that would be computed when they are read.
+            read = self._rounded(tensors["latent"], geometry)
             tensors["k_pe"] = self._project(read, self.k_rope_proj)[0][:, None]
         device, no_autocast = hidden_states.device.type, nullcontext()
         if torch.is_autocast_enabled(device):
@@ -180,7 +196,8 @@ class MLAAttention(modeling_mha2mla.MLAAttention):
             rotated, out = mla_step.run(self.layer_idx, {**tensors, **buffers})
         if out is not None:
             return out.unflatten(0, hidden_states.shape[:2]), None
-        cached, k_pe = layer.tokens_with(hidden_states.shape[1], buffers["latent_centers"])
+        rope = self._latent_rope(latent) if geometry.has_key_codes else None
+        cached, k_pe = layer.tokens_with(hidden_states.shape[1], buffers["latent_centers"], rope)
         latent = latent if layer.is_empty and not has_codes else cached
         if k_pe is None:
             k_pe = self._rotary_keys(latent, torch.arange(latent.shape[1], device=latent.device)[None])

@@ -136,19 +136,19 @@ def append_latents(
         latent, tensors.get("k_pe"), tensors["q_pe"], latent_cache, cache.get("rope_cache"),
         batch.positions, batch.slots, tensors["inv_freq"],
     )  # fmt: skip
-    scaling, query = constants.attention_scaling, (tensors.get("q_nope"), tensors.get("k_up"))
-    both = None if backend == "reference" else append_w_uk(*given, *query, attention_scaling=scaling)
+    options = {"attention_scaling": constants.attention_scaling, "rope_scale": cache.get("rope_scale")}
+    query = tensors.get("q_nope"), tensors.get("k_up")
+    both = None if backend == "reference" else append_w_uk(*given, *query, **options)
     if both is not None:
         return dict(zip(("q_pe", "q_latent"), both, strict=True))
-    scale = cache.get("latent_scale")
-    return {"q_pe": mla_append(*given, latent_scale=scale, attention_scaling=scaling, backend=backend)}
+    return {"q_pe": mla_append(*given, latent_scale=cache.get("latent_scale"), **options, backend=backend)}
 
 
 def _mla_attend(
     backend: str | None, tensors: Tensors, cache: Tensors, batch: Batch, plan: Plan, constants: AttentionConstants
 ) -> Tensor:
     q_nope, q_pe = tensors["q_nope"], tensors["q_pe"]
-    rope = None  # where rotary keys are cached
+    rope = None  # where rotary keys are cached in the model's dtype
     if tensors.get("rope_weight") is not None:
         parameters = tensors["rope_weight"], tensors["rope_bias"], tensors["inv_freq"][0]
         rope = LatentRope(*parameters, constants.attention_scaling)
@@ -159,7 +159,8 @@ def _mla_attend(
         else:
             cache, table = _dequantised(backend, cache, table, tensors, geometry)
     layer = (cache["latent_cache"], cache.get("rope_cache"), tensors["k_up"], tensors["v_up"])
-    scales = {"softmax_scale": constants.softmax_scale, "latent_scale": cache.get("latent_scale")}
+    scales = {name: cache.get(name) for name in ("latent_scale", "rope_scale")}
+    scales |= {"softmax_scale": constants.softmax_scale}
     if not isinstance(plan, DecodePlan):
         return mla_attention(q_nope, q_pe, *layer, plan, **scales, rope=rope, backend=backend)
     rows, q_latent = plan.shape[:2], tensors.get("q_latent")
@@ -180,11 +181,12 @@ def _long(geometry: MLAGeometry | GQAGeometry, page_size: int, dtype: torch.dtyp
 
 def _rows(latent: int, geometry: MLAGeometry, page_size: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """Refuses 16-bit rows that are no multiples of 16 bytes, as the reference does: it is the same op."""
-    if dtype.itemsize != 2 or not (geometry.kv_lora_rank % latent or geometry.qk_rope_head_dim % 8):
+    rope = 16 if geometry.has_key_codes else 8
+    if dtype.itemsize != 2 or not (geometry.kv_lora_rank % latent or geometry.qk_rope_head_dim % rope):
         return None
     return (
         f"kv_lora_rank is {geometry.kv_lora_rank} and qk_rope_head_dim {geometry.qk_rope_head_dim}; in 16 bits the op"
-        f" takes multiples of {latent} and 8"
+        f" takes multiples of {latent} and {rope}"
     )
 
 
@@ -226,6 +228,10 @@ def _explain_fp8(
 ) -> str | None:
     if geometry.has_codes:
         return f"it stores latents as e4m3 numbers, and the checkpoint's are codes of {geometry.latent_bits} bits"
+    if geometry.has_key_codes:
+        return (
+            "it stores latents as e4m3 numbers, and rotary keys of rotary_key_cache 'float8' lie beside 16-bit latents"
+        )
     return explain(geometry, page_size, dtype, device)
 
 

@@ -95,13 +95,15 @@ def in_bytes(tensor: Tensor) -> Tensor:
 
 def latent_layout(geometry: MLAGeometry, page_size: int, dtype: torch.dtype = torch.bfloat16) -> CacheLayout:
     """``latent_cache`` [.., d_c] and ``rope_cache`` [.., G, d_r], as ``mla_decode`` takes them; the first alone with
-    ``has_rope_cache`` False. Latents that are codes: [.., bytes of a row] uint8."""
+    ``has_rope_cache`` False. Keys in 8 bits are e4m3 numbers with ``rope_scale`` per token; latents that are codes
+    [.., bytes of a row] uint8."""
     width, name = geometry.kv_lora_rank, "mla"
     if geometry.has_codes:
         latent = CacheTensor("latent_cache", (quantizer_of(geometry).bytes_per_row(width),), torch.uint8)
         name = f"mla_{geometry.latent_bits}_bits"
     else:
         latent = CacheTensor("latent_cache", (width,), dtype)
+    name += "_fp8_keys" * geometry.has_key_codes
     return CacheLayout(name, (latent, *_rope(geometry, dtype)), page_size)
 
 
@@ -124,7 +126,11 @@ def fp8_layout(geometry: MLAGeometry, page_size: int, dtype: torch.dtype = torch
 def _rope(geometry: MLAGeometry, dtype: torch.dtype) -> tuple[CacheTensor, ...]:
     if not geometry.has_rope_cache:
         return ()
-    return (CacheTensor("rope_cache", (geometry.num_rope_heads, geometry.qk_rope_head_dim), dtype),)
+    width = (geometry.num_rope_heads, geometry.qk_rope_head_dim)
+    if geometry.has_key_codes:
+        scale = CacheTensor("rope_scale", (), torch.float32)
+        return CacheTensor("rope_cache", width, torch.float8_e4m3fn), scale
+    return (CacheTensor("rope_cache", width, dtype),)
 
 
 def gqa_layout(geometry: Any, page_size: int, dtype: torch.dtype = torch.bfloat16) -> CacheLayout:

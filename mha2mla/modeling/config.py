@@ -13,7 +13,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import DynamicCache, PreTrainedConfig
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernels import keeps_keys
+from mha2mla.kernels import kept_key_bits
 from mha2mla.modeling import configuration_mha2mla
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.registry import AttentionConstants
@@ -61,8 +61,10 @@ class MHA2MLAConfig(configuration_mha2mla.MHA2MLAConfig):
 
     def cached_geometry(self, layer_idx: int) -> MLAGeometry:
         """Shape of layer ``layer_idx`` as the package's caches hold it: one stored rotary key where these are kept."""
-        geometry = self.layer_geometry(layer_idx)
-        return geometry.with_stored_keys if keeps_rotary_keys(self) else geometry
+        geometry, bits = self.layer_geometry(layer_idx), rotary_key_bits(self)
+        if not bits:
+            return geometry
+        return geometry.with_key_codes if bits == 8 else geometry.with_stored_keys
 
     def with_options(self, **options: Any) -> MHA2MLAConfig:
         """A copy with the ``options`` that are not None; itself where all are None."""
@@ -101,16 +103,28 @@ def copy_code(folder: str | os.PathLike[str]) -> None:
         shutil.copyfile(Path(__file__).with_name(name), Path(folder, name))
 
 
-def keeps_rotary_keys(config: MHA2MLAConfig) -> bool:
-    """True where a cache of the package keeps the rotary keys of a checkpoint whose layout caches the latent alone.
+def rotary_key_bits(config: MHA2MLAConfig) -> int:
+    """Bits in which a cache of the package keeps the rotary keys of a checkpoint whose layout caches the latent alone:
+    16 stands for the model's dtype, 8 for e4m3 and a scale a token, 0 for keys that are computed.
 
-    ``rotary_key_cache`` decides, "auto" by :func:`mha2mla.kernels.keeps_keys`. The rule asks for no
+    ``rotary_key_cache`` decides, "auto" by :func:`mha2mla.kernels.kept_key_bits`. The rule asks for no
     device, since every geometry whose keys a kernel computes has one that reads them.
+
+    Raises:
+        ValueError: it is "float8" for latents that are integer codes.
     """
-    if not config.rope_from_latent or config.rotary_key_cache == "none":
-        return False
+    mode = config.rotary_key_cache
+    if not config.rope_from_latent or mode in ("none", "bfloat16"):
+        return 16 if config.rope_from_latent and mode == "bfloat16" else 0
     layers = tuple(config.layer_geometry(index) for index in range(config.num_hidden_layers))
-    return config.rotary_key_cache != "auto" or keeps_keys(layers)
+    if mode == "auto":
+        return kept_key_bits(layers)
+    if any(layer.has_codes for layer in layers):
+        raise ValueError(
+            f"rotary_key_cache is 'float8' with latent_bits={config.latent_bits}; expected 'none', 'bfloat16' or"
+            " 'auto': kernels over codes of latents read keys in 16 bits"
+        )
+    return 8
 
 
 def cache_bytes_per_token(config: PreTrainedConfig, itemsize: int) -> int:

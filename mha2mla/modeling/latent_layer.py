@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH, absorbs_up_to, dequantize_latent, is_absorbed
+from mha2mla.kernels import (
+    MAX_DECODE_QUERY_LENGTH,
+    LatentRope,
+    absorbs_up_to,
+    dequantize_latent,
+    is_absorbed,
+    kept_keys,
+)
 from mha2mla.modeling.backends import ATTENTION_BACKENDS, append_latents
 from mha2mla.modeling.batch import UniformBatch
 from mha2mla.modeling.cache_layout import PAGE_SIZE, CacheLayout, in_bytes, quantizer_of
@@ -255,28 +262,35 @@ class LatentLayer(CacheLayerMixin):
             self._length += tokens
             self.is_empty = self._length == 0
 
-    def tokens_with(self, new_tokens: int, latent_centers: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def tokens_with(
+        self, new_tokens: int, latent_centers: Tensor | None = None, rope: LatentRope | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Tokens that the expanded form reads once ``new_tokens`` are written, before they are counted: latents
         [B, T, d_c] and rotated keys [B, T, G, d_r] if they are cached, as many as :meth:`get_mask_sizes` says.
 
         Args:
             latent_centers: [2, d_c] of the layer, where latents are codes.
+            rope: of the layer, whose bias keys in 8 bits lack; None: no such keys are given.
         """
         width, _ = self.get_mask_sizes(new_tokens)
         shape = (self.batch_size, self.capacity)
         stored = {name: tensor.view(*shape, *tensor.shape[2:])[:, :width] for name, tensor in self.tensors.items()}
-        latent, rope = stored["latent_cache"], stored.get("rope_cache")
+        latent, keys = stored["latent_cache"], stored.get("rope_cache")
+        if self.geometry.has_key_codes:
+            places = torch.arange(width, dtype=torch.int32, device=self.device)
+            given = None if rope is None else (keys[:, :, 0], stored["rope_scale"], rope, places, self.dtype)
+            keys = None if given is None else kept_keys(*given, backend=None)[:, :, None]
         if "latent_scale" in stored:
             latent = dequantize_latent(latent, stored["latent_scale"], self.dtype)
         if self.geometry.has_codes:
             width = self.geometry.kv_lora_rank
             latent = quantizer_of(self.geometry).decode(latent, width, self.dtype, latent_centers)
         if not self.is_compileable or self.is_empty:
-            return latent, rope
+            return latent, keys
         # All of a static layer's, with zeros behind those that are there: the expanded form multiplies masked values by
         # zero, and what was never written, or was cropped, may be NaN.
         there = (torch.arange(self.capacity, device=self.device) < self.cache_seqlens[0] + new_tokens)[:, None]
-        return torch.where(there, latent, 0.0), None if rope is None else torch.where(there[..., None], rope, 0.0)
+        return torch.where(there, latent, 0.0), None if keys is None else torch.where(there[..., None], keys, 0.0)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args, latent_centers: Tensor | None = None, **kwargs
@@ -288,7 +302,8 @@ class LatentLayer(CacheLayerMixin):
 
         Args:
             key_states: [B, 1, S, d_c], the latent.
-            value_states: [B, 1, S, G * d_r], rotated keys; of no width where none are cached, as what is returned.
+            value_states: [B, 1, S, G * d_r], rotated keys, without their bias where they are cached in 8 bits; of no
+                width where none are cached, as what is returned.
             latent_centers: [2, d_c] of the layer, where latents are codes.
 
         Returns:

@@ -61,6 +61,7 @@ CAPACITY_COLUMNS = {
     "bytes_per_token": "cache, B/token",
     "bytes_per_token_8_bit": "with 8-bit latent",
     "bytes_per_token_kept": "with rotary keys kept",
+    "bytes_per_token_kept_8_bit": "kept, 8-bit",
     "weights_gb": "weights, GB",
     "largest_batch": "largest batch",
     "largest_context": "largest context, batch 1",
@@ -225,6 +226,8 @@ def _converted_row(
     row |= {"bytes_per_token_8_bit": codes if eight_bits else None}
     if not geometry.has_rope_cache:
         row["bytes_per_token_kept"] = geometry.with_stored_keys.cache_bytes_per_token(ITEMSIZE) * spec.num_layers
+        coded = None if geometry.has_codes else geometry.with_key_codes.cache_bytes_per_token(ITEMSIZE)
+        row["bytes_per_token_kept_8_bit"] = coded and coded * spec.num_layers
     row |= {"preset": recipe.preset, "growth": 100 * (after.parameters / before.parameters - 1), **cost}
     # Two streams of activations in float32, and the checkpoint with its finished layers, which a resume would read.
     streams = 2 * 4 * recipe.calibration.tokens * spec.hidden_size

@@ -22,7 +22,7 @@ from mha2mla.conversion.source.opening import OpenedFolder
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.environment import collect_environment, describe_environment, installed_version
 from mha2mla.eval.report import html_table, markdown_table
-from mha2mla.geometry import MLAGeometry
+from mha2mla.geometry import SCALE_BYTES, MLAGeometry
 from mha2mla.modeling.stored_tensors import num_parameters
 from mha2mla.pipeline.check import Arguments, HeldOut
 from mha2mla.pipeline.sizing import DEFAULT_GPU, GPUS, footprint, steps_by_rotary_width
@@ -128,6 +128,18 @@ class ConversionReport:
         return kept / (2 * self.source_cache_numel_per_token)
 
     @property
+    def kept(self) -> str:
+        """:attr:`kept_cache_ratio` in words, in 8 bits too where latents are no codes; empty where none can be."""
+        if not self.rotary_numel_per_token:
+            return ""
+        scales = sum(SCALE_BYTES for row in self.layers if row["latent_bits"] == 16)
+        eight = (self.cache_bytes_per_token + self.rotary_numel_per_token + scales) / (
+            2 * self.source_cache_numel_per_token
+        )
+        in_8_bits = f", {eight:.4f} in 8 bits" if scales == SCALE_BYTES * len(self.layers) else ""
+        return f"{self.kept_cache_ratio:.4f} with rotary keys kept{in_8_bits}"
+
+    @property
     def weight_growth(self) -> float:
         """Parameters relative to the source's (1.00 = as many)."""
         return self.parameters / self.source_parameters
@@ -140,7 +152,7 @@ class ConversionReport:
         )
         values = {**vars(self), "geometry": self.geometry.to_dict(), "layers": list(self.layers)}
         values |= {"parity": parity, "long_parity": long_parity}
-        ratios = {"cache_ratio": self.cache_ratio, "kept_cache_ratio": self.kept_cache_ratio}
+        ratios = {"cache_ratio": self.cache_ratio, "kept_cache_ratio": self.kept_cache_ratio, "kept": self.kept}
         return {**values, **ratios, "weight_growth": self.weight_growth}
 
     def lines(self) -> dict[str, str]:
@@ -150,7 +162,7 @@ class ConversionReport:
         if long_parity is not None:
             ratio += f", {long_parity.perplexity_ratio:.4f} x in one of {self.long_evaluation_length:,}"
         cached, before = self.cache_bytes_per_token, 2 * self.source_cache_numel_per_token
-        kept = f" ({self.kept_cache_ratio:.4f} with rotary keys kept)" if self.rotary_numel_per_token else ""
+        kept = f" ({self.kept})" if self.kept else ""
         found = {name: {row[key] for row in self.layers} for name, key in _BY_LAYER.items()}
         ranges = [f"{name} {min(each)} to {max(each)}" for name, each in found.items() if len(each) > 1]
         by_layer = f" with {' and '.join(ranges)} by layer" if ranges else ""

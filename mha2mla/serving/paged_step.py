@@ -1,7 +1,8 @@
 """Steps of another engine over its own pages, by this package's backends. No vLLM here.
 
-The engine stores one row a token and layer, ``[c | k_pe of G heads]``, or c alone. The ops are those of the attention
-backends (:mod:`mha2mla.modeling.backends`); all of a batch's sequences bring as many tokens, at most 8: a plan of the
+The engine stores one row a token and layer, ``[c | k_pe of G heads]``, or c alone; with keys in 8 bits a page has all
+its latents, then its keys, then their scales. The ops are those of the attention backends
+(:mod:`mha2mla.modeling.backends`); all of a batch's sequences bring as many tokens, at most 8: a plan of the
 decode op, which stays where it is, so that a CUDA graph can be replayed; else a plan of the mixed op.
 """
 
@@ -25,14 +26,29 @@ SERVED_BY = "mla_paged"  # attention backend
 MAX_WARMUP_BATCH = 64  # sequences: larger batches take the same kernels
 
 
+def row_width(geometry: MLAGeometry, itemsize: int) -> int:
+    """Elements of ``itemsize`` bytes that a token takes."""
+    return -(-geometry.cache_bytes_per_token(itemsize) // itemsize)
+
+
 def cache_views(rows: Tensor, geometry: MLAGeometry) -> dict[str, Tensor]:
-    """``latent_cache`` [P, page, d_c] and ``rope_cache`` [P, page, G, d_r], if any, of pages [P, page, row].
+    """``latent_cache`` [P, page, d_c] and ``rope_cache`` [P, page, G, d_r], if any, of pages [P, page, row]; with e4m3
+    keys ``rope_scale`` [P, page].
 
     Raises:
         ValueError: rows are not as wide as the geometry's.
     """
-    if rows.shape[-1] != (width := geometry.cache_numel_per_token):
+    if rows.shape[-1] != (width := row_width(geometry, rows.itemsize)):
         raise ValueError(f"rows.shape is {tuple(rows.shape)}; expected rows of {width} for {geometry}")
+    if geometry.has_key_codes:
+        page, latents = rows.shape[1], (geometry.kv_lora_rank, rows.dtype)
+        kinds = (latents, (geometry.qk_rope_head_dim, torch.float8_e4m3fn), (1, torch.float32))
+        sizes = [page * numbers * dtype.itemsize for numbers, dtype in kinds]
+        parts = rows.flatten(1).view(torch.uint8)[:, : sum(sizes)].split(sizes, dim=1)
+        latent, keys, scale = (
+            part.view(dtype).unflatten(1, (page, numbers)) for part, (numbers, dtype) in zip(parts, kinds, strict=True)
+        )
+        return {"latent_cache": latent, "rope_cache": keys[:, :, None], "rope_scale": scale[:, :, 0]}
     latent = rows[..., : geometry.kv_lora_rank]
     if not geometry.has_rope_cache:
         return {"latent_cache": latent}
@@ -170,7 +186,7 @@ def _run_batches(
     query = tensors["q_pe"]
     device, most = query.device, query.shape[0]
     steps = EngineSteps([layer], backend, query.dtype, most, device)
-    rows = query.new_zeros(1, PAGE_SIZE, layer.geometry.cache_numel_per_token)
+    rows = query.new_zeros(1, PAGE_SIZE, row_width(layer.geometry, query.itemsize))
     for query_lengths, total_lengths in warm_up_batches(most, max_length):
         tokens, columns = sum(query_lengths), -(-max(total_lengths) // PAGE_SIZE)
         positions = torch.zeros(tokens, dtype=torch.int32, device=device)

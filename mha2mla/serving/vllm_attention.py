@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -31,7 +32,7 @@ from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.families import FAMILIES
 from mha2mla.modeling.step import AttentionStep
 from mha2mla.modeling.tensor_parallel import HeadShard
-from mha2mla.serving.paged_step import SERVED_BY, EngineSteps, warm_up
+from mha2mla.serving.paged_step import SERVED_BY, EngineSteps, row_width, warm_up
 
 
 @dataclass
@@ -99,7 +100,7 @@ class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
 
 
 class LatentBackend(AttentionBackend):
-    """Pages of 64 rows ``[c | k_pe of G heads]``, or c alone, in the model's dtype."""
+    """Pages of 64 rows as of :mod:`mha2mla.serving.paged_step`, as elements of the model's dtype."""
 
     @staticmethod
     def get_name() -> str:
@@ -130,7 +131,7 @@ class LatentImpl(AttentionImplBase[LatentMetadata]):
     def __init__(self, layer: MLAParallelAttention, warm_up_length: int | None) -> None:
         self._warm_up_length = warm_up_length  # of the longest sequence; None where there is nothing to warm up
         geometry = layer.constants.geometry
-        self.num_heads, self.head_size = geometry.num_attention_heads, geometry.cache_numel_per_token
+        self.num_heads, self.head_size = geometry.num_attention_heads, layer.row_width
         self.num_kv_heads, self.scale = 1, layer.constants.softmax_scale
         self.backend = ATTENTION_BACKENDS.get(SERVED_BY)
 
@@ -180,7 +181,7 @@ class LatentImpl(AttentionImplBase[LatentMetadata]):
             "v_up": layer.v_b_proj,
             "inv_freq": layer.inv_freq,
         }
-        if not geometry.has_rope_cache:
+        if geometry.has_key_codes or not geometry.has_rope_cache:
             tensors["rope_weight"], tensors["rope_bias"] = layer.k_rope_proj.weight, layer.k_rope_proj.bias
         return tensors
 
@@ -205,6 +206,7 @@ class MLAParallelAttention(nn.Module, AttentionLayerBase):
         cached_geometry = HeadShard.of(config.cached_geometry(layer_idx), rank, size).geometry
         self.constants = replace(config.attention_constants()[layer_idx], geometry=cached_geometry)
         self.layer_name, self.num_heads = prefix, shard.geometry.num_attention_heads
+        self.row_width = row_width(cached_geometry, vllm_config.model_config.dtype.itemsize)
         self.kv_cache = torch.tensor([])
         context = vllm_config.compilation_config.static_forward_context
         alike = any(getattr(other, "constants", None) == self.constants for other in context.values())
@@ -270,6 +272,8 @@ class MLAParallelAttention(nn.Module, AttentionLayerBase):
         value = latent
         if geometry.has_rope_cache:
             value = k_pe.unflatten(-1, (geometry.num_rope_heads, -1))
+        elif self.constants.geometry.has_key_codes:  # without the bias, which is added where keys are read
+            value = F.linear(latent, self.k_rope_proj.weight)[:, None]
         elif self.constants.geometry.has_rope_cache:
             value = self.k_rope_proj(latent)[0][:, None]
         output = query.new_empty(query.shape[0], self.num_heads, geometry.v_head_dim)
@@ -285,7 +289,7 @@ class MLAParallelAttention(nn.Module, AttentionLayerBase):
         return FullAttentionSpec(
             block_size=vllm_config.cache_config.block_size,
             num_kv_heads=1,
-            head_size=self.constants.geometry.cache_numel_per_token,
+            head_size=self.row_width,
             head_size_v=0,
             dtype=vllm_config.model_config.dtype,
         )

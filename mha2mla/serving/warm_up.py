@@ -78,6 +78,6 @@ def layer_tensors(
         "v_up": zeros(up, geometry.v_head_dim, latent),
         "inv_freq": torch.zeros(geometry.num_rope_heads, widths[1] // 2, device=device),
     }
-    if not geometry.has_rope_cache:
+    if geometry.has_key_codes or not geometry.has_rope_cache:
         tensors |= {"rope_weight": zeros(widths[1], latent), "rope_bias": zeros(widths[1])}
     return tensors

@@ -6,11 +6,12 @@ from transformers import DynamicCache
 
 from mha2mla.loop import Loop, Sampling
 from mha2mla.modeling import LatentCache
-from mha2mla.modeling.config import cache_bytes, keeps_rotary_keys
+from mha2mla.modeling.config import cache_bytes, rotary_key_bits
 from tests.few import each
 from tests.modeling import models
 
 EXACT = 1e-6  # in float64, but norms are float32
+EIGHT_BITS = 0.05  # relative error of logits that keys in 8 bits make, whatever their biases
 
 
 def kept(model, mode: str = "bfloat16"):
@@ -35,6 +36,23 @@ def test_kept_keys_give_computed_logits(case, form, static):
     assert models.relative_error(found["bfloat16"], found["none"]) < EXACT
 
 
+@each("case, form, static", models.LATENT_GEOMETRIES, models.FORMS, [False, True])
+@torch.no_grad()
+def test_keys_of_eight_bits_give_nearly_computed_logits(case, form, static):
+    """As above, with biases near 600, which cost the codes nothing: less error than e4m3 numbers have."""
+    model = models.mla_model(case, rope_attention_scaling=[1.3, 0.8], attention_backend=models.FORMS[form]).double()
+    model.model.layers[0].self_attn.k_rope_proj.bias.normal_(std=300)
+    ids, mask = models.tokens(3, 29), models.left_mask(29, 0, 6, 13)
+    found = {}
+    for mode in ("none", "float8"):
+        cache = LatentCache(kept(model, mode).config, max_cache_len=29 if static else None, page_size=16)
+        found[mode] = models.logits_of_calls(model, cache, ids, mask=mask)[mask.bool()]
+        assert cache.nbytes == 3 * 32 * model.config.cache_bytes_per_token(8)
+    tensors = cache.layers[0].tensors
+    assert tensors["rope_cache"].dtype == torch.float8_e4m3fn and tensors["rope_scale"].shape == (6, 16)
+    assert EXACT < models.relative_error(found["float8"], found["none"]) < EIGHT_BITS
+
+
 @torch.no_grad()
 def test_each_kept_key_is_computed_once():
     """One call of W_KR a layer and step, with the step's new tokens alone."""
@@ -50,20 +68,20 @@ def test_each_kept_key_is_computed_once():
 def test_rotary_key_cache_auto_rule():
     """Without a kernel kept up to 13 % of the latents of all layers, else where it takes less time."""
     config = models.mla_config("latent", kv_lora_rank=[16, 84], qk_rope_head_dim=[4, 8], rotary_key_cache="auto")
-    assert keeps_rotary_keys(config) and [config.cached_geometry(i).rope_width for i in range(2)] == [4, 8]
+    assert rotary_key_bits(config) and [config.cached_geometry(i).rope_width for i in range(2)] == [4, 8]
     config.kv_lora_rank = [16, 76]  # 12 of 92 are 0.1304
-    assert not keeps_rotary_keys(config) and not config.cached_geometry(0).has_rope_cache
+    assert not rotary_key_bits(config) and not config.cached_geometry(0).has_rope_cache
     for mode, bytes_per_token in (("none", 2 * 92), ("bfloat16", 2 * 104)):
         config.rotary_key_cache = mode
         assert config.cache_bytes_per_token(2) == bytes_per_token and cache_bytes(config, 5, 4) == 10 * bytes_per_token
         assert config.layer_geometry(1).cache_numel_per_token == 76  # the checkpoint's
-    assert not keeps_rotary_keys(models.mla_config("shared", rotary_key_cache="auto"))
+    assert not rotary_key_bits(models.mla_config("shared", rotary_key_cache="auto"))
     wide = models.mla_config("latent", kv_lora_rank=512, qk_rope_head_dim=64, rotary_key_cache="auto")
-    assert keeps_rotary_keys(wide)
+    assert rotary_key_bits(wide)
     wide.latent_bits = 4  # 128 bytes beside 320, but 1,024 in 16 bits: no kernel computes keys from codes
-    assert keeps_rotary_keys(wide)
+    assert rotary_key_bits(wide)
     slow = models.mla_config("latent", kv_lora_rank=512, qk_rope_head_dim=128, rotary_key_cache="auto")
-    assert keeps_rotary_keys(slow)
+    assert rotary_key_bits(slow)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static", None])
@@ -76,10 +94,13 @@ def test_generate_keeps_keys_for_one_call(kind):
         if "attention_window" in further:
             model = models.mla_model("latent qk-norm")
         found = {}
-        for mode in ("none", "bfloat16", None):
+        for mode in ("none", "bfloat16", "float8", None):
             out = model.generate(**inputs, **options, **further, rotary_key_cache=mode)
             found[mode] = out.sequences
-            assert ("rope_cache" in out.past_key_values.layers[0].tensors) == (mode == "bfloat16")
+            tensors = out.past_key_values.layers[0].tensors
+            assert ("rope_cache" in tensors) == (mode in ("bfloat16", "float8"))
+            assert ("rope_scale" in tensors) == (mode == "float8")
+        assert found["float8"].shape == found["none"].shape
         assert torch.equal(found["none"], found["bfloat16"]) and torch.equal(found["none"], found[None])
     assert model.config.rotary_key_cache == "none"
 
@@ -94,12 +115,13 @@ def test_batches_and_loops_take_a_rotary_key_cache():
     logits = model.forward_batch(ids[0], cache.step(batch), all_logits=True)
     assert models.relative_error(logits, model(ids, use_cache=False).logits[0]) < models.TOLERANCE
     kept(model, "none")
-    for mode, keys in (("bfloat16", 2 * 10 * 4), (None, 0)):
+    for mode, keys in (("bfloat16", 2 * 10 * 4), ("float8", 2 * (10 + 4)), (None, 0)):
         loop = Loop(model, num_pages=6, page_size=16, max_length=96, rotary_key_cache=mode)
         assert loop.cache_bytes_per_token == model.config.cache_bytes_per_token(4) + keys
         request = loop.add(ids[0].tolist(), Sampling(9))
         loop.run()
-        assert request.tokens == model.generate(ids, max_new_tokens=9, do_sample=False)[0].tolist()
+        expected = model.generate(ids, max_new_tokens=9, do_sample=False, rotary_key_cache=mode)
+        assert request.tokens == expected[0].tolist()
     source = models.source_model("llama")
     source.set_attn_implementation("mha2mla")
     with pytest.raises(ValueError, match="rotary_key_cache is 'bfloat16'; expected None for a source"):
@@ -115,7 +137,8 @@ def test_a_cache_keeps_its_mode():
     logits = kept(model, "none")(ids[:, 5:], past_key_values=cache).logits
     assert models.relative_error(torch.cat((first, logits), 1), expected) < models.TOLERANCE
     assert cache.layers[0].tensors["rope_cache"].shape[2:] == (1, 6)
-    for mode, made in (("none", cache), ("bfloat16", LatentCache(model.config)), ("bfloat16", DynamicCache())):
+    others = (("bfloat16", LatentCache(model.config)), ("bfloat16", DynamicCache()), ("float8", cache))
+    for mode, made in (("none", cache), *others):
         with pytest.raises(ValueError, match=f"rotary_key_cache is '{mode}' for {type(made).__name__}; expected a"):
             kept(model, "bfloat16" if mode == "none" else "none").generate(
                 ids, past_key_values=made, max_new_tokens=2, rotary_key_cache=mode
@@ -123,20 +146,61 @@ def test_a_cache_keeps_its_mode():
 
 
 @torch.no_grad()
+def test_crop_beams_and_batches_carry_scales():
+    """Codes and scales of the tokens that stay, in their order."""
+    model, ids = kept(models.mla_model("latent"), "float8"), models.tokens(3, 20)
+    cache = LatentCache(model.config, page_size=16)
+    model(ids, past_key_values=cache)
+    before = [tensor.clone() for tensor in cache.layers[1].rows()]
+    cache.reorder_cache(torch.tensor([2, 0, 0]))
+    cache.batch_select_indices(torch.tensor([0, 2]))
+    assert len(before) == 3
+    for tensor, was in zip(cache.layers[1].rows(), before, strict=True):
+        assert torch.equal(tensor[:, :20], was[[2, 0], :20])
+    cache.crop(-7)
+    new = models.tokens(2, 3)
+    logits, other = model(new, past_key_values=cache).logits, LatentCache(model.config, page_size=16)
+    model(ids[[2, 0], :13], past_key_values=other)
+    torch.testing.assert_close(logits, model(new, past_key_values=other).logits, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_prefix_in_8_bits_is_shared():
+    """By a fork of a paged cache, at the same places; the fork's tokens are those of a sequence of its own."""
+    model, ids, new = kept(models.mla_model("latent no nope"), "float8"), models.tokens(1, 37), models.tokens(1, 4)
+    cache = model.paged_cache(8, 16)
+    first = cache.open()
+    model.forward_batch(ids[0], cache.step(cache.extend({first: 37})))
+    second = cache.fork(first)
+    found = model.forward_batch(new[0], cache.step(cache.extend({second: 4})), all_logits=True)
+    alone = cache.open()
+    model.forward_batch(ids[0], cache.step(cache.extend({alone: 37})))
+    torch.testing.assert_close(
+        found, model.forward_batch(new[0], cache.step(cache.extend({alone: 4})), all_logits=True)
+    )
+
+
+@torch.no_grad()
 def test_a_layer_by_itself_keeps_keys_at_their_places():
     """Called without the model, over a cache that holds tokens, it appends through the cache's own ``update``."""
     model, hidden = models.mla_model("latent no nope").double(), torch.randn(2, 7, 48, dtype=torch.float64)
     attention, found = model.model.layers[0].self_attn, {}
-    for mode in ("none", "bfloat16"):
+    for mode in ("none", "float8", "bfloat16"):
         cache, places = LatentCache(kept(model, mode).config, page_size=16), torch.arange(7)[None]
         parts = [places[:, :4], places[:, 4:]]
         out = [attention(hidden[:, p[0]], position_ids=p, past_key_values=cache)[0] for p in parts]
         found[mode] = torch.cat(out, 1)
         stored = cache.layers[0].tensors.get("rope_cache")
+        if mode == "float8":
+            keys = stored.double() * cache.layers[0].tensors["rope_scale"][..., None, None]
+    torch.testing.assert_close(found["float8"], found["none"], rtol=1e-12, atol=1e-12)  # latents are at hand
     torch.testing.assert_close(found["bfloat16"], found["none"], rtol=1e-12, atol=1e-12)
     latents = cache.layers[0].tensors["latent_cache"].view(2, 16, -1)[:, :7]
     expected = attention._rotary_keys(latents, torch.arange(7)[None])
     torch.testing.assert_close(stored.view(2, 16, 1, -1)[:, :7], expected, rtol=1e-12, atol=1e-12)
+    attention.k_rope_proj.bias.zero_()
+    expected = attention._rotary_keys(latents, torch.arange(7)[None])
+    assert models.relative_error(keys.view(2, 16, 1, -1)[:, :7], expected) < 0.04
 
 
 def test_gradients_pass_through_kept_keys():
@@ -156,8 +220,21 @@ def test_gradients_pass_through_kept_keys():
 
 def test_rotary_key_cache_refusals():
     config = models.mla_config("latent")
-    with pytest.raises(ValueError, match=r"rotary_key_cache is 'float8'; expected one of \('none', 'bfloat16', 'auto'"):
-        config.rotary_key_cache = "float8"
+    named = r"rotary_key_cache is 'float16'; expected one of \('none', 'bfloat16', 'float8', 'auto'"
+    with pytest.raises(ValueError, match=named):
+        config.rotary_key_cache = "float16"
+    coded = models.mla_config("latent", latent_bits=4, kv_lora_rank=32, rotary_key_cache="float8")
+    with pytest.raises(
+        ValueError, match=r"rotary_key_cache is 'float8' with latent_bits=4; expected 'none', 'bfloat16'"
+    ):
+        LatentCache(coded)
+    for backend in ("mla_fp8", "mla_fp8_reference"):
+        model = kept(models.mla_model("latent", attention_backend=backend), "float8")
+        with pytest.raises(ValueError, match="rotary keys of rotary_key_cache 'float8' lie beside 16-bit latents"):
+            model(models.tokens(1, 3), past_key_values=LatentCache(model.config))
+    half = kept(models.mla_model("latent", attention_backend="mla_reference"), "float8").bfloat16()
+    with pytest.raises(ValueError, match="qk_rope_head_dim 6; in 16 bits the op takes multiples of 8 and 16"):
+        half(models.tokens(1, 3), past_key_values=LatentCache(half.config))
     with pytest.raises(ValueError, match=r"rotary_key_cache is 'bfloat16'; expected one of \('none', 'auto'\): the la"):
         models.mla_config("shared", rotary_key_cache="bfloat16")
     assert config.rotary_key_cache == "none"

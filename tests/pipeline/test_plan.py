@@ -18,7 +18,8 @@ from tests.commands import parse, run
 
 PAGE = Path(__file__).parents[2] / "docs" / "sizing.md"
 LEFT_OUT = {"d_c", "bits", "G", "d_r", "largest_context", "kernel", "note", "growth"}
-LEFT_OUT |= {"bytes_per_token_8_bit", "bytes_per_token_kept", "step_ms_largest", "step_ms_by_d_r"}
+LEFT_OUT |= {"bytes_per_token_8_bit", "bytes_per_token_kept", "bytes_per_token_kept_8_bit"}
+LEFT_OUT |= {"step_ms_largest", "step_ms_by_d_r"}
 
 
 def as_markdown(rows: list[dict], columns: dict[str, str]) -> list[str]:
@@ -65,6 +66,7 @@ def test_plan_says_what_kept_rotary_keys_cost():
     row = plan("qwen2.5-7b", gpu="h200-141gb", cache_ratios=(0.5,)).rows[1]
     assert (row["d_c"], row["d_r"], row["bytes_per_token"]) == (512, 128, 28 * 2 * 512)
     assert row["bytes_per_token_kept"] == 28 * 2 * (512 + 128)
+    assert row["bytes_per_token_kept_8_bit"] == 28 * (2 * 512 + 128 + 4)
 
 
 def test_plan_gives_the_step_by_rotary_width():

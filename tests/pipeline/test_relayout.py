@@ -75,7 +75,8 @@ def test_ranks_by_layer_shards_records_and_files(converted, tmp_path):
     assert report.cache_numel_per_token == report.source_cache_numel_per_token == 32 + 24
     card = (tmp_path / "out" / "README.md").read_text()
     assert "A `mha2mla` checkpoint (`stored`) moved, exactly, into the layout that caches the latent alone" in card
-    assert "| 112 (1.0000; 1.2857 with rotary keys kept) |" in card and "(1.2857 with rotary keys kept)" in str(report)
+    kept = "1.2857 with rotary keys kept, 1.2143 in 8 bits"
+    assert f"| 112 (1.0000; {kept}) |" in card and f"({kept})" in str(report)
     inspected = inspect_checkpoint(tmp_path / "out", "float32")
     assert inspected.summary["cache bytes per token"] == 4 * 56
     assert [row["bytes_per_token_and_layer"] for row in inspected.geometries] == [4 * 32, 4 * 24]
@@ -87,7 +88,7 @@ def test_ranks_by_layer_shards_records_and_files(converted, tmp_path):
     assert {row["rotary_keys"] for row in kept.geometries} == {"kept beside the latent"}
     # Of 2 layers, keys and values, 2 kv heads of width 16.
     assert inspect_checkpoint(converted).summary["cache ratio"] == f"{56 / 128:.4g}"
-    both = f"{56 / 128:.4g}, {72 / 128:.4g} with rotary keys kept"
+    both = f"{56 / 128:.4g}, {72 / 128:.4g} or in 8 bits {(56 + 12) / 128:.4g} with rotary keys kept"
     assert kept.summary["cache ratio"] == inspected.summary["cache ratio"] == both
     assert {row["rotary_keys"] for row in inspect_checkpoint(converted).geometries} == {"cached"}
     assert tiny.difference(tmp_path / "out", converted) <= 1e-5

@@ -10,7 +10,7 @@ from mha2mla.kernels import MAX_EXPANDED_TOKENS, DecodePlan
 from mha2mla.kernels.split_kv.choice import SEQLENS_Q
 from mha2mla.modeling import ATTENTION_BACKENDS
 from mha2mla.modeling.batch import uniform_length
-from mha2mla.serving.paged_step import EngineSteps, cache_views, host_lengths, warm_up, warm_up_batches
+from mha2mla.serving.paged_step import EngineSteps, cache_views, host_lengths, row_width, warm_up, warm_up_batches
 from mha2mla.serving.warm_up import layer_tensors
 from tests.modeling.models import mla_model
 
@@ -30,6 +30,28 @@ def test_a_row_is_the_latent_and_then_the_rotary_keys():
     assert list(cache_views(rows, alone)) == ["latent_cache"]
     with pytest.raises(ValueError, match="expected rows of 32"):
         cache_views(rows[..., :31], geometry)
+
+
+def test_a_page_of_keys_in_8_bits_has_parts():
+    """All latents, all keys and all scales, of which none is another's; of 16 bits no byte is left over."""
+    geometry = MLAGeometry(4, 1, 16, 8, 8, 8).with_key_codes
+    assert row_width(geometry, 2) == 16 + 4 + 2 and row_width(geometry, 4) == 16 + 2 + 1
+    rows = torch.zeros(3, PAGE, 22, dtype=torch.bfloat16)
+    views = cache_views(rows, geometry)
+    shapes = {name: (tuple(view.shape[1:]), view.dtype) for name, view in views.items()}
+    assert shapes == {
+        "latent_cache": ((PAGE, 16), torch.bfloat16),
+        "rope_cache": ((PAGE, 1, 8), torch.float8_e4m3fn),
+        "rope_scale": ((PAGE,), torch.float32),
+    }
+    for name, view in views.items():
+        assert not rows[1].view(torch.uint8).eq(255).any()
+        bytes_of = view[1].view(torch.uint8)
+        bytes_of.fill_(255)
+        assert rows[1].view(torch.uint8).eq(255).sum() == bytes_of.numel(), name
+        bytes_of.zero_()
+    with pytest.raises(ValueError, match="expected rows of 22"):
+        cache_views(rows[..., :21], geometry)
 
 
 @pytest.mark.parametrize(
@@ -81,9 +103,11 @@ def test_warm_up_batches_need_every_kernel():
         assert sum(warm_up_batches(most, longest)[-1][0]) == most
 
 
-@pytest.mark.parametrize("case", ["per-group", "latent", "kept qk-norm"])
+@pytest.mark.parametrize("case", ["per-group", "latent", "kept qk-norm", "float8 latent"])
 def test_warm_up_runs_both_forms(case):
-    (layer, *_), tokens, ran = mla_model(case).config.attention_constants(), 40, []
+    config = mla_model(case.removeprefix("float8 ")).config
+    config.rotary_key_cache = "float8" if case.startswith("float8") else config.rotary_key_cache
+    (layer, *_), tokens, ran = config.attention_constants(), 40, []
 
     def attend(tensors, cache, batch, plan, constants):
         out = BACKEND.attend(tensors, cache, batch, plan, constants)

@@ -334,9 +334,9 @@ def kept_keys(
     Args:
         codes: [..., d_r], as :func:`mla_append` writes them of rotated W_KR c. scale: [...] float32.
         rope: bias b_KR, frequencies and m; others are not looked at.
-        positions: [...] integers: rotary positions, offsets included.
+        positions: [...] integers, broadcast against those of codes: rotary positions, offsets included.
         dtype: of the keys; arithmetic in float64 for that, else in float32.
-        backend: as of :func:`compute_rotary_keys`, of codes [T, d_r].
+        backend: as of :func:`compute_rotary_keys`, of positions [T] int32.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     bias = rope.bias.to(wide).expand(*positions.shape, -1)

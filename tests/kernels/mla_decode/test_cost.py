@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernels.mla_decode.cost import decode_seconds, keeps_keys, least_seconds
+from mha2mla.kernels.mla_decode.cost import decode_seconds, kept_key_bits, least_seconds
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 NAME = re.compile(r"H(\d+) G(\d+) c(\d+) r(\d+)( latent)? (\d+)x(\d+)( p32)?( \w+ \d tiles wide)?")
@@ -68,7 +68,7 @@ def test_the_faster_way_is_taken_of_those_measured():
     pairs = {shape: ways for shape, ways in times.items() if len(ways) == 2}
     assert len(pairs) == 9
     for (heads, d_c, d_r, _), ways in pairs.items():
-        kept = keeps_keys((MLAGeometry(heads, 1, d_c, d_r, rope_from_latent=True),))
+        kept = kept_key_bits((MLAGeometry(heads, 1, d_c, d_r, rope_from_latent=True),)) > 0
         assert ways[kept] <= 1.03 * ways[not kept], (heads, d_c, d_r, kept, ways)
 
 
@@ -87,19 +87,38 @@ def test_the_faster_way_is_taken_of_those_measured():
 )
 def test_keys_are_kept_where_computing_them_is_slow(heads, d_c, d_r, kept):
     layer = MLAGeometry(heads, 1, d_c, d_r, rope_from_latent=True)
-    assert keeps_keys((layer,)) == kept
-    assert keeps_keys((layer, layer)) == kept
+    assert kept_key_bits((layer,)) == kept_key_bits((layer, layer)) == 16 * kept
     tokens = int(100e6 / d_c)
     assert decode_seconds(layer, tokens) > least_seconds(layer, tokens) > 0
 
 
+@pytest.mark.parametrize(
+    ("heads", "d_c", "d_r", "bits"),
+    [
+        (32, 512, 64, 16),  # 16 bits take no more than 13 %
+        (28, 512, 128, 8),  # 8 bits and scales take 12.9 %
+        (32, 384, 64, 8),
+        (40, 448, 128, 16),  # 8 bits take 14.7 %, and computing 4 times the least
+        (24, 640, 64, 0),
+        (9, 192, 128, 0),
+    ],
+)
+def test_keys_are_kept_in_8_bits_where_16_cost_much(heads, d_c, d_r, bits, monkeypatch):
+    """Once the constant says that such kernels were measured; not before."""
+    layer = MLAGeometry(heads, 1, d_c, d_r, rope_from_latent=True)
+    assert kept_key_bits((layer,)) in (0, 16)
+    rule = kept_key_bits.__wrapped__
+    monkeypatch.setitem(rule.__globals__, "AUTO_TAKES_8_BITS", True)
+    assert rule((layer,)) == bits
+
+
 def test_layers_decide_together():
     slow, fast = (MLAGeometry(*sizes, rope_from_latent=True) for sizes in ((40, 1, 448, 128), (28, 1, 384, 64)))
-    assert keeps_keys((slow, slow, slow, fast)) and not keeps_keys((slow, *[fast] * 6))
+    assert kept_key_bits((slow, slow, slow, fast)) and not kept_key_bits((slow, *[fast] * 6))
 
 
 def test_bytes_decide_without_a_kernel_of_16_bits():
     odd = MLAGeometry(4, 1, 84, 8, rope_from_latent=True)
-    assert keeps_keys((odd,)) and not keeps_keys((replace(odd, qk_rope_head_dim=12),))
+    assert kept_key_bits((odd,)) and not kept_key_bits((replace(odd, qk_rope_head_dim=12),))
     codes = replace(odd, kv_lora_rank=512, qk_rope_head_dim=128, latent_bits=4)
-    assert not keeps_keys((codes,)) and keeps_keys((replace(codes, latent_bits=16),))
+    assert not kept_key_bits((codes,)) and kept_key_bits((replace(codes, latent_bits=16),))
