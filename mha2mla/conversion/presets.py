@@ -123,7 +123,7 @@ def better_than(preset: str, layout: str, cache_ratio: float | None) -> str:
     best = _best(layout)
     if cache_ratio == 1.0:
         return "nothing: no number was lost"
-    fitted = PRESETS[preset].get("fit.steps") == PRESETS[best].get("fit.steps")  # nobody fits longer
+    fitted = PRESETS[preset].get("fit.steps") == PRESETS[best].get("fit.steps")  # no preset fits longer
     figures = dict(MEASURED.get(best, {}))
     if not fitted:
         found = f"preset {'' if preset == 'cpu' else 'cpu (an hour), '}{best} (needs a GPU)"

@@ -36,7 +36,7 @@ class Layout:
     """Form in which rotary keys are cached.
 
     Attributes:
-        rope_share: of a budget that is rotary, where nobody says otherwise: the best of those tried.
+        rope_share: of a budget that is rotary, by default: the best of those tried.
         per_group: one rotary key per kv head (G = h_kv; MHA gives G = H), every head the same number of pairs; else one
             for all heads (G = 1), and un-rotated queries keep all their dims.
         has_rope_cache: rotary keys are cached; else the one key is computed from the latent, which is all of a budget.

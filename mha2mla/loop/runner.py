@@ -36,7 +36,7 @@ class Runner:
         max_sequences: rows of the largest bucket, and slots.
 
     Attributes:
-        last: [max_sequences + 1] int64, the token that was last chosen in each slot; the last entry is nobody's.
+        last: [max_sequences + 1] int64, the token that was last chosen in each slot; the last entry is no request's.
         uncaptured: why steps are not recorded, or None.
         graphs: the recorded steps, by rows.
     """

@@ -62,7 +62,7 @@ class Request:
     Attributes:
         prompt: token ids, one at least.
         tokens: prompt and answer, as far as the host has read them.
-        in_flight: tokens behind these that the device has been told to choose and nobody has read.
+        in_flight: tokens behind these that the device has been told to choose, not yet read.
         sequence: of the page allocator, while the request runs.
         slot: where the device keeps its last token, while it runs.
         finished: "length" or "stop" once it is.
@@ -101,7 +101,7 @@ class Request:
         return self.finished is None and self.length - len(self.prompt) < self.sampling.max_new_tokens
 
     def receive(self, token: int) -> None:
-        """The oldest token in flight was read; nobody wants it where the request ended before."""
+        """The oldest token in flight was read; dropped where the request ended before."""
         self.in_flight -= 1
         if self.finished is not None:
             return
@@ -128,7 +128,7 @@ class Chunk:
     samples: bool
 
     def token_ids(self) -> list[int]:
-        """[count]; -1 for a token that nobody has read: the one that the device chose last."""
+        """[count]; -1 for a token not yet read: the one that the device chose last."""
         known = self.request.tokens[self.start : self.start + self.count]
         return known + [-1] * (self.count - len(known))
 
@@ -138,11 +138,11 @@ class Scheduler:
 
     A step has first the requests that decode, one token each, then prompts in the order of their arrival, as much of
     them as the budget leaves. Other requests wait. Where pages run out the request that came last gives its
-    own back, and computes them anew later. A sequence that ended stays, for those who begin as it did, until somebody
-    needs its pages.
+    own back, and computes them anew later. A sequence that ended stays, for those who begin as it did, until
+    its pages are needed.
 
-    The host may be a step ahead of what it has read: :meth:`schedule` again before :meth:`complete`, once. Requests
-    that turn out to have ended then run a step for nothing, and what comes of it is dropped.
+    The host may be a step ahead of what it has read: :meth:`schedule` again before :meth:`complete`, once. A request
+    whose end is not yet read runs one more step, whose result is dropped.
 
     Args:
         allocator: of the cache; the caller grows sequences as the chunks say, before the next :meth:`schedule`.
@@ -309,7 +309,7 @@ class Scheduler:
         self.running.append(request)
 
     def _stop(self, request: Request) -> int:
-        """Its sequence, which nobody runs any more."""
+        """Its sequence, which no request runs any more."""
         self.running.remove(request)
         self._slots.append(request.slot)
         sequence, request.sequence, request.slot = request.sequence, None, None

@@ -80,7 +80,7 @@ class CudaGraphs:
                 with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                     result = step()
             except BaseException:
-                # A capture that fails leaves the generator to wait for its end, and nobody could sample any more.
+                # A capture that fails leaves the generator to wait for its end, and every later sample would fail.
                 generator.graphsafe_set_state(state)
                 raise
         torch.cuda.current_stream(device).wait_stream(stream)
@@ -189,7 +189,7 @@ class DecodeGraphs:
         self._owner: Callable[[], LatentCache | None] = lambda: None
         self._pages: LatentCache | None = None
         self._weights: tuple = ()
-        self._parameters: list[Callable[[], Tensor | None]] = []  # not kept alive by a cache that somebody holds
+        self._parameters: list[Callable[[], Tensor | None]] = []  # not kept alive by a cache that is still in use
         self._addresses: list[int] = []
         self._seen: set[tuple] = set()
         self._graphs: dict[tuple, _Graph | None] = {}
@@ -300,7 +300,7 @@ class DecodeGraphs:
         return _Graph(buffers, logits, replay)
 
     def new_cache(self, rows: int, room: int, weights: tuple, config: MHA2MLAConfig) -> LatentCache | None:
-        """An empty cache over the pages, if nobody has the one before any more and it would do."""
+        """An empty cache over the pages, if the one before is unused and fits."""
         pages = self._pages
         if self._owner() is not None or weights != self._weights:
             return None

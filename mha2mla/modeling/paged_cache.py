@@ -191,7 +191,7 @@ class BatchModel:
                 was asked for, or it, or every one, refuses a layer, with the reasons; or layers run on several devices.
 
         Warns:
-            UserWarning: on CUDA plain torch serves a layer, which nobody asked for by name, with the reason.
+            UserWarning: on CUDA plain torch serves a layer, without having been named, with the reason.
         """
         name, constants, device = self._batch_layers(rotary_key_cache)
         self._prepare_decoder()

@@ -17,7 +17,7 @@ class OutOfPagesError(RuntimeError):
 
 
 class StaleBatchError(ValueError):
-    """A batch is used after its sequences ended or changed: its pages may be somebody else's."""
+    """A batch is used after its sequences ended or changed: its pages may belong to another sequence."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody owns."""
+        """Pages without an owner."""
         return len(self._free)
 
     @property
@@ -104,7 +104,7 @@ class PageAllocator:
         return self._owners[page]
 
     def check_generations(self, sequences: Sequence[int], generations: Sequence[int]) -> None:
-        """Raise StaleBatchError unless every sequence has still that generation; a negative one is nobody's."""
+        """Raise StaleBatchError unless every sequence has still that generation; a negative one is no sequence's."""
         for sequence, generation in zip(sequences, generations, strict=True):
             if generation < 0 or self._generations.get(sequence) == generation:
                 continue
@@ -187,7 +187,7 @@ class PageAllocator:
         self._changed(sequence)
 
     def give_back(self, sequence: int, first: int, stop: int) -> int:
-        """Does without tokens ``first`` … ``stop - 1``, which nobody will look at again, with the pages that only they
+        """Does without tokens ``first`` … ``stop - 1``, which are read no more, with the pages that only they
         needed. The sequence stays as long as it is. Batches made before are stale.
 
         Returns:
@@ -224,7 +224,7 @@ class PageAllocator:
         return twin
 
     def free(self, sequence: int) -> None:
-        """Ends a sequence; pages that nobody else owns are free again."""
+        """Ends a sequence; pages without another owner are free again."""
         self._check(sequence)
         for page in reversed(self._pages.pop(sequence)):
             self._release(page)

@@ -80,7 +80,7 @@ class AttentionBackend:
             None.
         explain_long: the same of longer queries.
         compiled: it runs kernels; else plain torch, slowly on a GPU.
-        automatic: may be chosen where nobody asked for it by name: gives the numbers that the model's dtype promises.
+        automatic: may be chosen without being named: gives the numbers that the model's dtype promises.
     """
 
     name: str

@@ -186,7 +186,7 @@ def batch_backends(
         ValueError: there is no backend of that name, or it refuses a layer, with the reason.
 
     Warns:
-        UserWarning: on CUDA plain torch serves a layer, which nobody asked for by name, with the reason.
+        UserWarning: on CUDA plain torch serves a layer, without having been named, with the reason.
     """
     geometries, device = [layer.geometry for layer in layers], torch.device(device)
     found = {each: ATTENTION_BACKENDS.find(name, each, page_size, dtype, device) for each in dict.fromkeys(geometries)}

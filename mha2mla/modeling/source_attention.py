@@ -217,7 +217,7 @@ def _prefill(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None, stops: Tensor, scaling: float, window: int | None
 ) -> Tensor:
     """All sequences one behind the other. Tokens before the first visible one, and behind the last, are sequences of
-    their own: nobody looks at what comes of them, and nothing is gathered, or counted on the host."""
+    their own: their results are not read, and nothing is gathered, or counted on the host."""
     (batch, _, new_tokens, _), tokens = query.shape, key.shape[2]
     row = torch.arange(batch + 1, dtype=torch.int32, device=key.device)
     cu_seqlens = (row * new_tokens, row * tokens)

@@ -372,7 +372,7 @@ class GQAProblem(PagedProblem):
         return 2 * self.tokens_seen() * self.seqlen_q * self.heads * (self.qk_head_dim + self.v_head_dim)
 
     def inputs(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> dict[str, Any]:
-        """Arguments of ``gqa_decode`` by name, poisoned wherever nobody may look, as :meth:`Problem.inputs` says."""
+        """Arguments of ``gqa_decode`` by name, poisoned wherever no kernel may read, as :meth:`Problem.inputs` says."""
         made = self.storage.inputs(dtype, device)
         return {
             "q": made["q_pe"],
