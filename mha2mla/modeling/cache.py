@@ -188,8 +188,10 @@ class LatentCache(Cache):
         # Layers share the places of new tokens, so their sequences are equally long, also where an earlier call ran out
         # of memory between two layers.
         max_pages = max([layer.pages_for(new_tokens) for layer in self.layers])
+        like = None
         for layer, (dtype, device) in zip(self.layers, kinds, strict=True):
-            layer.open(batch, new_tokens, dtype, device, max_pages)
+            layer.open(batch, new_tokens, dtype, device, max_pages, like)
+            like = layer
 
     @contextmanager
     def unchanged_by_errors(self) -> Iterator[None]:

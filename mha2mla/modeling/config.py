@@ -16,6 +16,7 @@ from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import kept_key_bits
 from mha2mla.modeling import configuration_mha2mla
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
+from mha2mla.modeling.configuration_mha2mla import PER_LAYER
 from mha2mla.modeling.registry import AttentionConstants
 from mha2mla.modeling.tensor_parallel import HeadShard, ranks_of
 
@@ -76,16 +77,24 @@ class MHA2MLAConfig(configuration_mha2mla.MHA2MLAConfig):
 
     def attention_constants(self) -> tuple[AttentionConstants, ...]:
         """Per layer, what a backend is told of it beside tensors; under tensor parallelism of a rank's heads."""
-        ranks = ranks_of(self)
-        geometries = map(self.cached_geometry, range(self.num_hidden_layers))
-        return tuple(
-            AttentionConstants(
-                geometry if ranks == 1 else HeadShard.of(geometry, 0, ranks).geometry,
-                self.softmax_scale,
-                self.layer_rope_scaling(index),
-                *self.layer_attention_window(index),
-            )
-            for index, geometry in enumerate(geometries)
+        # Every cache asks, and a read of a config's field takes microseconds: layers of the same values are asked once.
+        fields = [getattr(self, name) for name in (*PER_LAYER, "rope_attention_scaling", "layer_types")]
+        made: dict[tuple, AttentionConstants] = {}
+        layers = []
+        for index in range(self.num_hidden_layers):
+            values = tuple([field[index] if isinstance(field, list) else field for field in fields])
+            if values not in made:
+                made[values] = self._layer_constants(index)
+            layers.append(made[values])
+        return tuple(layers)
+
+    def _layer_constants(self, index: int) -> AttentionConstants:
+        geometry, ranks = self.cached_geometry(index), ranks_of(self)
+        return AttentionConstants(
+            geometry if ranks == 1 else HeadShard.of(geometry, 0, ranks).geometry,
+            self.softmax_scale,
+            self.layer_rope_scaling(index),
+            *self.layer_attention_window(index),
         )
 
     def cache_bytes_per_token(self, itemsize: int) -> int:

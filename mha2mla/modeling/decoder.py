@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,8 +27,6 @@ from mha2mla.kernels import is_skinny, rms_norm, silu_mul, skinny_linear
 from mha2mla.modeling.captured import HOST_ROPE
 from mha2mla.modeling.families import FAMILIES
 from mha2mla.modeling.step import AttentionStep
-
-_WEIGHT, _BIAS, _OUT_FEATURES = attrgetter("weight"), attrgetter("bias"), attrgetter("out_features")
 
 
 def project(x: Tensor, *parts: nn.Module) -> tuple[Tensor, ...]:
@@ -47,8 +44,8 @@ def project(x: Tensor, *parts: nn.Module) -> tuple[Tensor, ...]:
             for parameter in itertools.chain.from_iterable(part.parameters() for part in parts):
                 parameter.is_captured = True  # replays read it where it is
         return tuple([part(x) for part in parts])
-    out = skinny_linear(x, *fused) if x.is_cuda else F.linear(x, *fused)
-    return (out,) if len(parts) == 1 else out.split(tuple(map(_OUT_FEATURES, parts)), dim=-1)
+    out = skinny_linear(x, *fused) if x.is_cuda and is_skinny(x, fused[0]) else F.linear(x, *fused)
+    return (out,) if len(parts) == 1 else out.split_with_sizes([part.out_features for part in parts], -1)
 
 
 def project_gated(x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
@@ -81,17 +78,21 @@ def fused_weight(x: Tensor, parts: Sequence[nn.Module]) -> tuple[Tensor, Tensor 
     several."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
         return None
-    with_bias = getattr(parts[0], "bias", None) is not None
+    weights, biases = [], []
     for part in parts:
         if type(part) is not nn.Linear or part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__:
             return None
-        if (part.bias is not None) != with_bias:
-            return None
+        own = part._parameters  # a module's attributes are looked up in three dictionaries
+        weights.append(own.get("weight"))
+        if own.get("bias") is not None:
+            biases.append(own["bias"])
+    if len(biases) not in (0, len(parts)):
+        return None
     if len(parts) == 1:
-        return (parts[0].weight, parts[0].bias) if type(parts[0].weight) is nn.Parameter else None
-    weight = _adjacent(tuple(map(_WEIGHT, parts)))
-    bias = _adjacent(tuple(map(_BIAS, parts))) if with_bias else None
-    return None if weight is None or (with_bias and bias is None) else (weight, bias)
+        return (weights[0], biases[0] if biases else None) if type(weights[0]) is nn.Parameter else None
+    weight = _adjacent(weights)
+    bias = _adjacent(biases) if biases else None
+    return None if weight is None or (biases and bias is None) else (weight, bias)
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
@@ -134,12 +135,14 @@ def affine_map(module: nn.Module, like: Tensor) -> tuple[Tensor, Tensor]:
 def _adjacent(parameters: Sequence[Tensor]) -> Tensor | None:
     """All rows as one tensor over the parameters' memory; None where they are not one behind the other."""
     first = parameters[0]
-    storage, address, rows = first.untyped_storage().data_ptr(), first.data_ptr(), 0
+    if type(first) is not nn.Parameter:
+        return None
+    storage, address, rows, dtype = first.untyped_storage().data_ptr(), first.data_ptr(), 0, first.dtype
     for each in parameters:
         # A quantised or sharded tensor is of a class of its own.
-        if type(each) is not nn.Parameter or each.dtype != first.dtype or not each.is_contiguous():
+        if type(each) is not nn.Parameter or each.data_ptr() != address or each.dtype != dtype:
             return None
-        if each.data_ptr() != address or each.untyped_storage().data_ptr() != storage:
+        if not each.is_contiguous() or each.untyped_storage().data_ptr() != storage:
             return None
         address, rows = address + each.nbytes, rows + each.shape[0]
     return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
@@ -192,8 +195,13 @@ class FusedDecoder:
         for layer in model.layers:
             inner += [layer, layer.input_layernorm, layer.post_attention_layernorm, layer.mlp, layer.mlp.act_fn]
         self._modules = [(module, type(module), dict(module._modules)) for module in inner]
-        norms = [norm for layer in model.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
-        self._norms = [model.norm, *norms]
+        self._layers = [
+            (layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm, layer.mlp)
+            for layer in model.layers
+        ]
+        self._norms = [model.norm, *[norm for before, _, behind, _ in self._layers for norm in (before, behind)]]
+        # Siblings of a linear layer and its name, the layer, a parameter's name, the parameter, and its address
+        self._fused: list[tuple[dict[str, nn.Module], str, nn.Module, str, Tensor, int]] = []
 
     @classmethod
     def prepare(cls, model: nn.Module) -> FusedDecoder | None:
@@ -201,14 +209,27 @@ class FusedDecoder:
 
         Moves weights, so call it where no CUDA graph is captured.
         """
-        for layer in getattr(model, "layers", ()):
-            if (names := getattr(layer.self_attn, "input_projections", None)) is not None:
-                fuse_weights([getattr(layer.self_attn, name) for name in names])
-        if not _is_known(model):
+        groups = [
+            (layer.self_attn, names)
+            for layer in getattr(model, "layers", ())
+            if (names := getattr(layer.self_attn, "input_projections", None)) is not None
+        ]
+        known = _is_known(model)
+        groups += [(layer.mlp, ("gate_proj", "up_proj")) for layer in (model.layers if known else ())]
+        for parent, names in groups:
+            fuse_weights([getattr(parent, name) for name in names])
+        if not known:
             return None
-        for layer in model.layers:
-            fuse_weights((layer.mlp.gate_proj, layer.mlp.up_proj))
-        return cls(model)
+        decoder = cls(model)
+        for parent, names in groups:
+            for name in names:
+                part = parent._modules[name]
+                decoder._fused += [
+                    (parent._modules, name, part, kind, parameter, parameter.data_ptr())
+                    for kind, parameter in part._parameters.items()
+                    if type(parameter) is nn.Parameter
+                ]
+        return decoder
 
     @classmethod
     def prepare_source(cls, causal: nn.Module) -> FusedDecoder | None:
@@ -231,9 +252,24 @@ class FusedDecoder:
         decoder._modules += [(module, type(module), dict(module._modules)) for module in (causal, *attentions)]
         return decoder
 
+    def is_prepared(self) -> bool:
+        """True where no module and no fused weight was replaced or moved since :meth:`prepare`."""
+        for siblings, name, part, kind, parameter, address in self._fused:
+            if siblings.get(name) is not part or part._parameters.get(kind) is not parameter:
+                return False
+            if parameter.data_ptr() != address:
+                return False
+        return self._is_unchanged()
+
     def serves(self, hidden_states: Tensor) -> bool:
         """True where :meth:`run` makes of [B, S, hidden] what the model does, but for rounding: nothing was hooked or
         replaced, no norm would change the dtype, and no autocast the products'."""
+        for norm in self._norms:
+            if norm.weight.dtype != hidden_states.dtype:
+                return False
+        return self._is_unchanged() and not torch.is_autocast_enabled(hidden_states.device.type)
+
+    def _is_unchanged(self) -> bool:
         if len(self.model.layers) != self.model.config.num_hidden_layers:
             return False
         for module, kind, children in self._modules:
@@ -241,10 +277,7 @@ class FusedDecoder:
                 return False
             if module._forward_hooks or module._forward_pre_hooks:
                 return False
-        for norm in self._norms:
-            if norm.weight.dtype != hidden_states.dtype:
-                return False
-        return not torch.is_autocast_enabled(hidden_states.device.type)
+        return True
 
     def run(self, hidden_states: Tensor, attend: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
         """The last hidden state [B, S, hidden] after the final norm.
@@ -254,14 +287,12 @@ class FusedDecoder:
             attend: output [B, S, hidden] of a layer's attention for normed states.
         """
         branch, residual = hidden_states, None
-        for layer in self.model.layers:
-            norm = layer.input_layernorm
-            normed, residual = rms_norm(branch, norm.weight, norm.variance_epsilon, residual=residual)
-            branch = attend(layer.self_attn, normed)
-            norm = layer.post_attention_layernorm
-            normed, residual = rms_norm(branch, norm.weight, norm.variance_epsilon, residual=residual)
-            gated = project_gated(normed, layer.mlp.gate_proj, layer.mlp.up_proj)
-            (branch,) = project(gated, layer.mlp.down_proj)
+        for before, attention, behind, mlp in self._layers:
+            normed, residual = rms_norm(branch, before.weight, before.variance_epsilon, residual=residual)
+            branch = attend(attention, normed)
+            normed, residual = rms_norm(branch, behind.weight, behind.variance_epsilon, residual=residual)
+            gated = project_gated(normed, mlp.gate_proj, mlp.up_proj)
+            (branch,) = project(gated, mlp.down_proj)
         norm = self.model.norm
         return rms_norm(branch, norm.weight, norm.variance_epsilon, residual=residual)[0]
 

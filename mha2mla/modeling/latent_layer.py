@@ -123,9 +123,17 @@ class LatentLayer(CacheLayerMixin):
 
         ``key_states [B, ...]`` gives batch, dtype and device; the widths are the geometry's.
         """
-        self.serve_by(self.choose(self.backend_name, key_states.dtype, key_states.device))
-        self.dtype = key_states.dtype
-        self._set(self._allocated(key_states.shape[0], self.max_pages, key_states.device))
+        self._initialize(key_states.shape[0], self.max_pages, key_states.dtype, key_states.device)
+
+    def _initialize(
+        self, batch: int, max_pages: int, dtype: torch.dtype, device: torch.device, like: LatentLayer | None = None
+    ) -> None:
+        if like is not None and like.constants is self.constants and (like.dtype, like.device) == (dtype, device):
+            self.backend, self._layout, self._prefills = like.backend, like._layout, like._prefills
+        else:
+            self.serve_by(self.choose(self.backend_name, dtype, device))
+        self.dtype = dtype
+        self._set(self._allocated(batch, max_pages, device))
         # Like transformers' StaticLayer: a compiled step may then mutate these in place inside a CUDA graph.
         if self.is_compileable and not torch.compiler.is_compiling():
             for tensor in (*self.tensors.values(), self.block_table, self.cache_seqlens):
@@ -188,32 +196,39 @@ class LatentLayer(CacheLayerMixin):
         return max(pages, 2 * self.max_pages)
 
     def open(
-        self, batch: int, new_tokens: int, dtype: torch.dtype, device: torch.device, max_pages: int | None = None
+        self,
+        batch: int,
+        new_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_pages: int | None = None,
+        like: LatentLayer | None = None,
     ) -> None:
         """Sees to it that there are pages for ``new_tokens`` more in each of ``batch`` sequences.
 
         Args:
             dtype, device: of the pages, where there are none yet.
             max_pages: per sequence, at least :meth:`pages_for`, which is the default.
+            like: a layer of the same cache that has pages, and whose backend serves this one where both are alike.
 
         Raises:
             ValueError: another batch size than before, or more tokens than an empty static layer holds.
         """
+        max_pages = self.pages_for(new_tokens) if max_pages is None else max_pages
         if self.is_compileable and self.is_empty and new_tokens > self.capacity:
             raise ValueError(
                 f"key_states has {new_tokens} tokens; expected at most {self.capacity}, the capacity of this "
                 "static cache"
             )
         if not self.is_initialized:
-            probe = torch.empty(batch, 1, 0, 0, dtype=dtype, device=device)
-            self.lazy_initialization(probe, probe)
+            self._initialize(batch, max_pages, dtype, device, like)
         if batch != self.batch_size:
             if self.is_compileable or not self.is_empty:
                 raise ValueError(
                     f"key_states has batch size {batch}; expected {self.batch_size}, that of the cached tokens"
                 )
             self._set(self._allocated(batch, self.max_pages, device))
-        self.grow(self.pages_for(new_tokens) if max_pages is None else max_pages)
+        self.grow(max_pages)
 
     def attends(self, query_length: int) -> bool:
         """True where the backend attends to ``query_length`` new tokens, and not the attention implementation.

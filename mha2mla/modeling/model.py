@@ -406,7 +406,8 @@ class MHA2MLAForCausalLM(
         return outputs, step
 
     def _prepare_decoder(self) -> None:
-        self._decoder = FusedDecoder.prepare(self.model)
+        if self._decoder is None or not self._decoder.is_prepared():
+            self._decoder = FusedDecoder.prepare(self.model)
 
     def _refuses_gradients(self, cache: LatentCache | None, inputs_embeds: Tensor | None) -> bool:
         """True where gradients of this call would lack the part that goes through cached tokens.

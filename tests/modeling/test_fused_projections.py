@@ -176,3 +176,24 @@ def test_names_values_folders_and_files_are_as_before(tmp_path):
     ids = models.tokens(2, 5)
     with torch.no_grad():
         assert torch.equal(copied(ids).logits, model(ids).logits)
+
+
+def test_prompts_look_into_a_model_again_only_if_it_changed():
+    model, _ = fused_model()
+    attention, made = model.model.layers[0].self_attn, model._decoder
+    parts = [attention.q_proj, attention.kv_a_proj]
+
+    def prompt():
+        with torch.no_grad():
+            model(models.tokens(1, 3), past_key_values=LatentCache(model.config))
+
+    prompt()
+    assert model._decoder is made
+    for parameter in (parameter for part in parts for parameter in part.parameters()):
+        parameter.data = parameter.data.clone()
+    assert not are_one(parts)
+    prompt()
+    assert are_one(parts) and model._decoder is not made
+    made, model.model.layers[1].mlp.up_proj = model._decoder, copy.deepcopy(model.model.layers[1].mlp.up_proj)
+    prompt()
+    assert model._decoder is not made
