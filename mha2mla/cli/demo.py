@@ -259,7 +259,7 @@ def _size(model: torch.nn.Module) -> dict[str, Any]:
     geometries = Counter(config.cached_geometry(layer) for layer in range(config.num_hidden_layers))
     usual = geometries.most_common(1)[0][0]
     others = f" (+{len(geometries) - 1} more)" if len(geometries) > 1 else ""
-    rope = "" if usual.has_rope_cache else " from it"
+    rope = " in 8 bits" if usual.has_key_codes else "" if usual.has_rope_cache else " from it"
     text = f"G={usual.num_rope_heads} d_c={usual.kv_lora_rank} d_r={usual.qk_rope_head_dim}{rope}{others}"
     return row | {"geometry": text, "kv_lora_rank": usual.kv_lora_rank}
 

@@ -25,7 +25,14 @@ from mha2mla.kernels import (
 )
 from mha2mla.terminal import progress_bar
 from mha2mla.testing.numeric_check import Judgement, PlainAttention, plain_attention, verdict
-from mha2mla.testing.problems import GroupCodesProblem, LatentCodesProblem, LatentProblem, Problem, judge
+from mha2mla.testing.problems import (
+    GroupCodesProblem,
+    KeyCodesProblem,
+    LatentCodesProblem,
+    LatentProblem,
+    Problem,
+    judge,
+)
 from mha2mla.testing.timing import time_callable
 
 
@@ -200,7 +207,8 @@ def attention_latency(
         for name, found in _source_rows(random, baselines, check, min_run_time).items():
             rows.append(shape | {"implementation": name} | found)
         codes = {"bits": geometry.latent_bits, "group": geometry.latent_group} if geometry.has_codes else {}
-        problem = PROBLEMS[geometry.has_rope_cache, geometry.has_codes](
+        kind = KeyCodesProblem if geometry.has_key_codes else PROBLEMS[geometry.has_rope_cache, geometry.has_codes]
+        problem = kind(
             geometry.num_attention_heads, geometry.num_rope_heads, geometry.kv_lora_rank,
             geometry.qk_rope_head_dim, (seqlen,) * batch, page_size=page_size, slack=0, seed=seed, **codes,
         )  # fmt: skip

@@ -66,6 +66,13 @@ def test_attention_over_codes_reads_their_bytes(kept):
     assert row["status"].startswith("missing: no kernel reads these codes")
 
 
+def test_attention_over_key_codes_reads_their_bytes():
+    keys = {"batch_sizes": (2,), "seqlens": (65,), "baselines": {}, **QUICK}
+    (row,) = attention_latency(LATENT_GEOMETRY.with_key_codes, **keys)
+    d_c, d_r = LATENT_GEOMETRY.kv_lora_rank, LATENT_GEOMETRY.qk_rope_head_dim
+    assert (row["status"], row["cache_bytes"]) == ("ok", 2 * 65 * (2 * d_c + d_r + 4))
+
+
 def test_a_wrong_baseline_gets_no_speed():
     def wrong(change):
         return lambda inputs: lambda: change(sdpa_baseline(inputs)())
