@@ -176,13 +176,14 @@ def check_tensors(
     """
     layouts = tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
     # Dynamo traces the check itself: its sizes may be symbols, which cannot be remembered.
-    check = _check_tensors if torch.compiler.is_compiling() else _check_tensors_once
+    check = check_layouts if torch.compiler.is_compiling() else _check_layouts_once
     return check(arguments, layouts, is_paged, tuple(known.items()))
 
 
-def _check_tensors(
-    arguments: tuple[Argument, ...], layouts: tuple[tuple | None, ...], is_paged: bool, known: tuple
+def check_layouts(
+    arguments: tuple[Argument, ...], layouts: tuple[tuple | None, ...], is_paged: bool = False, known: tuple = ()
 ) -> dict[str, int]:
+    """:func:`check_tensors` of shape, strides, dtype and device of each; nothing is remembered."""
     query, name, sizes = Layout(*layouts[0]), arguments[0].name, dict(known)
     check_float(f"{name}.dtype", query.dtype)
     for argument, layout in sorted(zip(arguments, layouts, strict=True), key=lambda pair: pair[0].optional):
@@ -193,7 +194,7 @@ def _check_tensors(
     return sizes
 
 
-_check_tensors_once = lru_cache(maxsize=4096)(_check_tensors)  # a decode loop asks in every layer
+_check_layouts_once = lru_cache(maxsize=4096)(check_layouts)  # a decode loop asks in every layer
 
 
 def with_dense_rows(x: Tensor) -> Tensor:

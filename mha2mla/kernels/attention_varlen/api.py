@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from mha2mla.kernels.ops import (
     Argument,
+    Layout,
     accumulator,
     argument_error,
     capability,
     check_aligned,
     check_backend,
+    check_layouts,
     check_scale,
-    check_tensors,
     dtype_name,
     register,
 )
@@ -167,53 +169,70 @@ def _attend(
     return_lse: bool, backend: str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Checks and call of both ops; ``queries`` and ``keys``: one or two parts by name."""
-    named = queries | keys | {"v": v}
-    tensors = named | {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    tensors |= {} if out is None else {"out": out}
-    sizes = check_tensors(tuple(_TENSORS[name] for name in tensors), tensors.values())
-    for name, x in named.items():
-        if x.shape[2] == 0:
-            raise argument_error(f"{name}.shape", tuple(x.shape), "a width of at least 1")
-    if sizes["B+1"] < 1:
-        raise argument_error("cu_seqlens_q.shape", tuple(cu_seqlens_q.shape), "[B+1]")
+    tensors = queries | keys | {"v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    if out is not None:
+        tensors["out"] = out
+    layouts = tuple([(x.shape, x.stride(), x.dtype, x.device) for x in tensors.values()])
+    # Dynamo traces the check itself: its sizes may be symbols, which cannot be remembered.
+    check = _check_layouts if torch.compiler.is_compiling() else _check_layouts_once
+    widths, strided = check(tuple(tensors), layouts)
     if max_seqlen_q < 0:
         raise argument_error("max_seqlen_q", max_seqlen_q, "at least 0")
     check_scale(softmax_scale)
     check_window(window, sinks)
     if window is not None and not causal:
         raise ValueError(f"causal is {causal} with window={window}; expected True, or no window")
-    compiled = _runs_compiled([key.shape[2] for key in keys.values()], v, backend)
-    if compiled:
-        for name, x in named.items():
-            _check_strides(name, x)
+    compiled = _runs_compiled(widths, v, backend)
+    if compiled and strided is not None:
+        raise ValueError(strided)
     parts = [part for parts in (queries, keys) for part in (*parts.values(), None)[:2]]
     limits = (-1 if window is None else window, sinks)
     operands = (*parts, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, *limits, compiled)
     if out is None:
-        out, lse = torch.ops.mha2mla.attention_varlen(*operands)
+        out, lse = _attention_varlen_op(*operands)
     else:
-        lse = torch.ops.mha2mla.attention_varlen_out(*operands, out)
+        lse = _attention_varlen_out_op(*operands, out)
     return (out, lse) if return_lse else out
 
 
-def _runs_compiled(widths: Sequence[int], v: Tensor, backend: str | None) -> bool:
+def _runs_compiled(widths: tuple[int, ...], v: Tensor, backend: str | None) -> bool:
     check_backend(backend)
     if backend == "reference":
         return False
-    why = explain_attention_varlen(widths, v.shape[2], v.dtype, v.device)
+    why = _explain_once(widths, v.shape[2], v.dtype, v.device)
     if backend == "tilelang" and why:
         raise ValueError(f"backend is 'tilelang', which does not serve this call: {why}")
     return why is None
 
 
-def _check_strides(name: str, x: Tensor) -> None:
+_explain_once = lru_cache(maxsize=256)(explain_attention_varlen)
+
+
+def _check_layouts(names: tuple[str, ...], layouts: tuple[tuple, ...]) -> tuple[tuple[int, ...], str | None]:
+    """Checks of all but addresses; widths of the keys, and why kernels refuse the strides, or None."""
+    sizes = check_layouts(tuple([_TENSORS[name] for name in names]), layouts)
+    named = {name: Layout(*layout) for name, layout in zip(names, layouts, strict=True) if name[0] in "qkv"}
+    for name, x in named.items():
+        if x.shape[2] == 0:
+            raise argument_error(f"{name}.shape", tuple(x.shape), "a width of at least 1")
+    if sizes["B+1"] < 1:
+        raise argument_error("cu_seqlens_q.shape", (sizes["B+1"],), "[B+1]")
+    refusals = [_refused_strides(name, x) for name, x in named.items()]
+    return tuple([x.shape[2] for name, x in named.items() if name[0] == "k"]), next(filter(None, refusals), None)
+
+
+_check_layouts_once = lru_cache(maxsize=1024)(_check_layouts)  # every layer of a step asks
+
+
+def _refused_strides(name: str, x: Layout) -> str | None:
     """TMA's rules; the stride of a dimension of size one does not matter."""
-    if x.shape[2] > 1 and x.stride(2) != 1:
-        raise ValueError(f"{name}.stride(2) is {x.stride(2)}; expected 1")
+    if x.shape[2] > 1 and x.strides[2] != 1:
+        return f"{name}.stride(2) is {x.strides[2]}; expected 1"
     for dim in (0, 1):
-        stride = x.stride(dim)
-        if x.shape[dim] > 1 and (stride <= 0 or stride * x.element_size() % 16):
-            raise ValueError(f"{name}.stride({dim}) is {stride}; expected a positive multiple of 8 elements (16 bytes)")
+        stride = x.strides[dim]
+        if x.shape[dim] > 1 and (stride <= 0 or stride * x.dtype.itemsize % 16):
+            return f"{name}.stride({dim}) is {stride}; expected a positive multiple of 8 elements (16 bytes)"
+    return None
 
 
 def _attention_varlen_out(
@@ -254,12 +273,12 @@ _ARGUMENTS = (
     "Tensor q, Tensor? q_pe, Tensor k, Tensor? k_pe, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,"
     " SymInt max_seqlen_q, float softmax_scale, bool causal, int window, int sinks, bool compiled"
 )
-register(
+_attention_varlen_op = register(
     f"attention_varlen({_ARGUMENTS}) -> (Tensor, Tensor)",
     _attention_varlen,
     lambda q, q_pe, k, k_pe, v, *_: (q.new_empty(*q.shape[:2], v.shape[2]), _lse_fake(q)),
 )
-register(
+_attention_varlen_out_op = register(
     f"attention_varlen_out({_ARGUMENTS}, Tensor(a!) out) -> Tensor", _attention_varlen_out, lambda q, *_: _lse_fake(q)
 )
 

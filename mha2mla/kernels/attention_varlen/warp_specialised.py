@@ -25,7 +25,7 @@ from mha2mla.kernels.machine import (
     compiled_once,
     make_function,
 )
-from mha2mla.kernels.ops import capability, dtype_name
+from mha2mla.kernels.ops import capability, dtype_name, on_device
 from mha2mla.kernels.split_kv.device import LOG2E
 
 ROWS = 64  # of one warpgroup: the M of wgmma
@@ -384,7 +384,7 @@ def launch_attention_varlen(
     shape = tiled.VarlenShape(
         q.shape[1], widths, key_heads, v.shape[1], v.shape[2], causal, dtype_name(v.dtype), window >= 0
     )
-    with torch.cuda.device(out.device):
+    with on_device(out.device):
         kernel, rows = compile_attention_varlen(capability(out.device), shape)
         kernel(
             q, q if q_pe is None else q_pe, k, k if k_pe is None else k_pe, v, cu_seqlens_q.contiguous(),

@@ -17,7 +17,14 @@ from mha2mla.kernels.mixed_attention.layout import Wave
 from mha2mla.kernels.mixed_attention.plan import ChunkPart, MixedPlan, check_lengths
 from mha2mla.kernels.mla_decode.api import check_key_codes, mla_absorbed
 from mha2mla.kernels.mla_decode.quantization import CODES, dequantize_latent, holds_codes
-from mha2mla.kernels.ops import Argument, check_backend, check_scale, check_tensors, register
+from mha2mla.kernels.ops import (
+    Argument,
+    check_backend,
+    check_scale,
+    check_tensors,
+    in_plain_eager_mode,
+    register,
+)
 from mha2mla.kernels.rope_append.api import LatentRope, compute_rotary_keys, kept_keys
 from mha2mla.kernels.split_kv.plan import DecodePlan
 
@@ -113,10 +120,11 @@ def mla_attention(
     if sizes["d_n"] > 0 if k_up is None else sizes["d_n"] == 0:
         was = None if k_up is None else f"of shape {tuple(k_up.shape)}"
         raise ValueError(f"k_up is {was}; expected None exactly where q_nope has no columns, and it has {sizes['d_n']}")
-    return _mla_attention_op(
-        q_nope, q_pe, latent_cache, latent_scale, rope_cache, rope_scale, k_up, v_up, *rotation,
-        1.0 if rope is None else rope.scaling, *plan.fields(), softmax_scale, backend,
-    )  # fmt: skip
+    call = (q_nope, q_pe, latent_cache, latent_scale, rope_cache, rope_scale, k_up, v_up)
+    if not torch.is_grad_enabled() and in_plain_eager_mode(q_nope):
+        return _mla_attention(*call, rope, plan, softmax_scale, backend)
+    scaling = 1.0 if rope is None else rope.scaling
+    return _mla_attention_op(*call, *rotation, scaling, *plan.fields(), softmax_scale, backend)
 
 
 def gqa_attention(
@@ -147,33 +155,37 @@ def gqa_attention(
     check_backend(backend)
     check_scale(softmax_scale)
     check_tensors(_GQA, (query, key_cache, value_cache), page=plan.page_size)
+    if not torch.is_grad_enabled() and in_plain_eager_mode(query):
+        return _gqa_attention(query, key_cache, value_cache, plan, softmax_scale, backend)
     return _gqa_attention_op(query, key_cache, value_cache, *plan.fields(), softmax_scale, backend)
 
 
 def expand(latent: Tensor, weight: Tensor) -> Tensor:
     """latent [T, d_c] times weight [h_kv, width, d_c]: [T, h_kv, width] (DeepSeek-V2, arXiv 2405.04434, 2.1)."""
-    return F.linear(latent, weight.flatten(0, 1)).unflatten(-1, weight.shape[:2])
+    heads, width, inner = weight.shape
+    return F.linear(latent, weight.reshape(-1, inner)).view(-1, heads, width)
 
 
-def gather_rows(cache: Tensor, slots: Tensor) -> Tensor:
-    """cache [P, page, ...] at slots [T]: [T, ...]; zeros for a negative slot, whose token has no page: it must not see
-    another sequence's. Never copies the whole cache, whatever its strides."""
+def gather_rows(cache: Tensor, rows: Tensor, lost: Tensor) -> Tensor:
+    """cache [P, page, ...] at rows [T] of all pages: [T, ...]; zeros where ``lost`` [T], of tokens without a page: they
+    must not see another sequence's. Never copies the whole cache, whatever its strides."""
     if cache.dtype == torch.float8_e4m3fn:  # some devices index its bytes only
-        return gather_rows(cache.view(torch.uint8), slots).view(cache.dtype)
-    page, known = cache.shape[1], slots.clamp_min(0)
-    if cache.stride(0) == page * cache.stride(1):  # consecutive pages
-        rows = cache.as_strided((cache.shape[0] * page, *cache.shape[2:]), cache.stride()[1:], cache.storage_offset())
-        rows = rows.index_select(0, known)
+        return gather_rows(cache.view(torch.uint8), rows, lost).view(cache.dtype)
+    page, strides = cache.shape[1], cache.stride()
+    if strides[0] == page * strides[1]:  # consecutive pages
+        flat = cache.as_strided((cache.shape[0] * page, *cache.shape[2:]), strides[1:], cache.storage_offset())
+        found = flat.index_select(0, rows)
     else:
-        rows = cache[known // page, known % page]
-    return rows.masked_fill_((slots < 0).view(-1, *[1] * (rows.ndim - 1)), 0)
+        found = cache[rows // page, rows % page]
+    return found.masked_fill_(lost.view(-1, *[1] * (found.ndim - 1)), 0)
 
 
 def _attention(
     queries: tuple[Tensor, ...],
     width: int,
     decoded_width: int,
-    call: tuple[Any, ...],
+    plan: MixedPlan,
+    backend: str | None,
     decode: Callable[..., Tensor],
     attend: Callable[..., Any],
 ) -> Tensor:
@@ -182,7 +194,6 @@ def _attention(
     Args:
         queries: [N, H, ...]; the first positional arguments of ``decode``.
         width, decoded_width: of the output, and of the decode op's.
-        call: fields of the plan, softmax_scale and backend.
         decode: the decode op; takes a group's block_table, cache_seqlens, cache_starts and plan by name.
         attend: (tokens of the batch, ChunkPart, cu_seqlens_q, cu_seqlens_k, longest query), and by name ``causal``,
             ``out`` [tokens, H, d_v] and ``return_lse`` -> out, or out and lse [H, tokens].
@@ -190,15 +201,14 @@ def _attention(
     Returns:
         [N, H, width], zero where no sequence's tokens are.
     """
-    *fields, _, backend = call
-    plan = MixedPlan(*fields)
     layout, groups, waves = plan.parts()
     check_lengths(layout, plan.lengths, plan.cache_seqlens)
     tokens, heads, used = *queries[0].shape[:2], layout.tokens
     if used > tokens:
         raise ValueError(f"the query has {tokens} tokens; expected at least {used}, those of the plan's sequences")
     out = queries[0].new_empty(tokens, heads, width)
-    out[used:].zero_()
+    if used < tokens:
+        out[used:].zero_()
     limits = {"window": None if plan.window < 0 else plan.window, "sinks": plan.sinks}
     for group, part in zip(layout.groups, groups, strict=True):
         rows = (len(group.rows), group.seqlen_q)
@@ -250,24 +260,23 @@ def _attend_wave(
 
 def _mla_attention(
     q_nope: Tensor, q_pe: Tensor, latent_cache: Tensor, latent_scale: Tensor | None, rope_cache: Tensor | None,
-    rope_scale: Tensor | None, k_up: Tensor | None, v_up: Tensor, rope_weight: Tensor | None, rope_bias: Tensor | None,
-    inv_freq: Tensor | None, rope_scaling: float, *call: Any,
+    rope_scale: Tensor | None, k_up: Tensor | None, v_up: Tensor, rope: LatentRope | None, plan: MixedPlan,
+    softmax_scale: float, backend: str | None,
 ) -> Tensor:  # fmt: skip
-    *_, softmax_scale, backend = call
-    rope = None if rope_weight is None else LatentRope(rope_weight, rope_bias, inv_freq, rope_scaling)
     decode = partial(
         mla_absorbed, latent_cache=latent_cache, rope_cache=rope_cache, k_up=k_up, v_up=v_up,
         softmax_scale=softmax_scale, latent_scale=latent_scale, rope_scale=rope_scale, rope=rope, backend=backend,
     )  # fmt: skip
 
     def attend(tokens: slice, part: ChunkPart, *bounds: Tensor | int, **options: object) -> Any:
-        latent = gather_rows(latent_cache, part.slots)
+        where = part.rows, part.lost
+        latent = gather_rows(latent_cache, *where)
         if latent_scale is not None:
-            latent = dequantize_latent(latent, gather_rows(latent_scale, part.slots), q_pe.dtype)
+            latent = dequantize_latent(latent, gather_rows(latent_scale, *where), q_pe.dtype)
         if rope is None:
-            k_pe = gather_rows(rope_cache, part.slots)
+            k_pe = gather_rows(rope_cache, *where)
         elif rope_scale is not None:
-            codes, scale = gather_rows(rope_cache, part.slots)[:, 0], gather_rows(rope_scale, part.slots)
+            codes, scale = gather_rows(rope_cache, *where)[:, 0], gather_rows(rope_scale, *where)
             k_pe = kept_keys(codes, scale, rope, part.positions, q_pe.dtype, backend=backend)[:, None]
         else:
             k_pe = compute_rotary_keys(latent, rope, part.positions, backend=backend)[:, None]
@@ -277,19 +286,22 @@ def _mla_attention(
             backend=backend, **options,
         )  # fmt: skip
 
-    return _attention((q_nope, q_pe), v_up.shape[1], latent_cache.shape[-1], call, decode, attend)
+    return _attention((q_nope, q_pe), v_up.shape[1], latent_cache.shape[-1], plan, backend, decode, attend)
 
 
-def _gqa_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, *call: Any) -> Tensor:
-    options = {"softmax_scale": call[-2], "backend": call[-1]}
+def _gqa_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: MixedPlan, softmax_scale: float, backend: str | None
+) -> Tensor:
+    options = {"softmax_scale": softmax_scale, "backend": backend}
     decode = partial(gqa_decode, k_cache=key_cache, v_cache=value_cache, **options)
 
     def attend(tokens: slice, part: ChunkPart, *bounds: Tensor | int, **further: object) -> Any:
-        keys, values = gather_rows(key_cache, part.slots), gather_rows(value_cache, part.slots)
+        where = part.rows, part.lost
+        keys, values = gather_rows(key_cache, *where), gather_rows(value_cache, *where)
         return attention_varlen(query[tokens], keys, values, *bounds, **options, **further)
 
     width = value_cache.shape[3]
-    return _attention((query,), width, width, call, decode, attend)
+    return _attention((query,), width, width, plan, backend, decode, attend)
 
 
 _PLAN = (
@@ -297,18 +309,26 @@ _PLAN = (
     " Tensor(a!) workspace, Tensor shapes, int short, int max_expanded_tokens, int window, int sinks,"
     " int page_size, float softmax_scale, str? backend"
 )
+
+
+def _mla_attention_of_fields(*call: Any) -> Tensor:
+    weight, bias, inv_freq, scaling = call[8:12]
+    rope = None if weight is None else LatentRope(weight, bias, inv_freq, scaling)
+    return _mla_attention(*call[:8], rope, MixedPlan(*call[12:-2]), *call[-2:])
+
+
 _mla_attention_op = register(
     "mla_attention(Tensor q_nope, Tensor q_pe, Tensor latent_cache, Tensor? latent_scale, Tensor? rope_cache,"
     " Tensor? rope_scale, Tensor? k_up, Tensor v_up, Tensor? rope_weight, Tensor? rope_bias, Tensor? inv_freq,"
     " float rope_scaling,"
     f" {_PLAN}) -> Tensor",
-    _mla_attention,
+    _mla_attention_of_fields,
     lambda q_nope, q_pe, latent_cache, latent_scale, rope_cache, rope_scale, k_up, v_up, *_: q_pe.new_empty(
         *q_pe.shape[:2], v_up.shape[1]
     ),
 )
 _gqa_attention_op = register(
     f"gqa_attention(Tensor query, Tensor key_cache, Tensor value_cache, {_PLAN}) -> Tensor",
-    _gqa_attention,
+    lambda *call: _gqa_attention(*call[:3], MixedPlan(*call[3:-2]), *call[-2:]),
     lambda query, key_cache, value_cache, *_: query.new_empty(*query.shape[:2], value_cache.shape[3]),
 )

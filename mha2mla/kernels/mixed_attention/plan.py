@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -53,10 +54,11 @@ class GroupPart(NamedTuple):
 
 
 class ChunkPart(NamedTuple):
-    """Tensors of a chunk's tokens: ``slots [T]`` in the cache, -1 without a page (rows that pad the batch), and
-    ``positions [T]`` in their sequences; and ``cu_seqlens_k [sequences of the wave + 1]``. int32."""
+    """Tensors of a chunk's tokens: ``rows [T]`` of the cache; ``lost [T]`` bool, of those without a page (rows that pad
+    the batch); ``positions [T]`` in their sequences; and ``cu_seqlens_k [sequences of the wave + 1]``. int32."""
 
-    slots: Tensor
+    rows: Tensor
+    lost: Tensor
     positions: Tensor
     cu_seqlens_k: Tensor
 
@@ -117,7 +119,11 @@ class MixedPlan:
         return self.block_table.shape[1] * self.page_size
 
     def parts(self) -> Parts:
-        """The plan's calls and their tensors. Reads nothing on the device."""
+        """The plan's calls and their tensors, made once: views of the packed ones. Reads nothing on the device."""
+        return self._parts
+
+    @cached_property
+    def _parts(self) -> Parts:
         layout = lay_out(
             *map(tuple, self.lengths.tolist()), self.short, self.max_expanded_tokens, self.window, self.sinks
         )
@@ -134,7 +140,10 @@ class MixedPlan:
                 mine = [table, seqlens, index.pop() if starts else None, *(index.pop() for _ in range(3))]
             groups.append(GroupPart(*mine, index.pop(), index.pop(), workspace.pop(), workspace.pop()))
         waves = [
-            (index.pop(), [ChunkPart(index.pop(), index.pop(), index.pop()) for _ in wave.chunks])
+            (
+                index.pop(),
+                [ChunkPart(index.pop(), _as_bool(index.pop()), index.pop(), index.pop()) for _ in wave.chunks],
+            )
             for wave in layout.waves
         ]
         return Parts(layout, groups, waves)
@@ -169,6 +178,11 @@ class MixedPlan:
 
 
 torch.export.register_dataclass(MixedPlan, serialized_type_name="mha2mla.kernels.MixedPlan")
+
+
+def _as_bool(ones: Tensor) -> Tensor:
+    """int32 [T], 0 or 1, as bool without a copy: the lowest byte of each."""
+    return ones.view(torch.bool)[::4] if sys.byteorder == "little" else ones.bool()
 
 
 def _unpack(flat: Tensor, shapes: list[list[int]]) -> list[Tensor]:
@@ -357,7 +371,8 @@ def _index_wave(wave: Wave, block_table: Tensor, cache_seqlens: Tensor, page_siz
             position = position + gaps[sequence.long()] * (token - bounds[sequence.long()] >= sinks)
         slots = slots_of(table, sequence, position, page_size)
         _check_pages(slots, wave.first + sequence, position, cache_seqlens)
-        tensors += slots, position, bounds
+        lost = slots < 0
+        tensors += slots.clamp_min(0), lost.int(), position, bounds
     return tensors
 
 
