@@ -74,7 +74,7 @@ FAULTS = tuple(
 # biases of rotary keys in 8 bits are quantised with them
 @ mha2mla/modeling/attention.py
 ? tests/modeling/test_rotary_key_cache.py -k eight_bits
--tensors["k_pe"] = F.linear(tensors["latent"], tensors["rope_weight"])[:, None]
+-tensors["k_pe"] = product(tensors["latent"], tensors["rope_weight"])[:, None]
 +tensors["k_pe"] = self.k_rope_proj(tensors["latent"])[:, None]
 # rotary keys in 8 bits are read without their bias
 @ mha2mla/kernels/rope_append/api.py

@@ -13,12 +13,12 @@ from transformers.cache_utils import Cache
 from transformers.distributed.utils import is_dtensor
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernels import LatentRope, compute_rotary_keys, rotary_keys, rotate_keys
+from mha2mla.kernels import LatentRope, compute_rotary_keys, rotary_keys, rotate_keys, skinny_linear
 from mha2mla.modeling import modeling_mha2mla
 from mha2mla.modeling.cache import LatentCache
 from mha2mla.modeling.cache_layout import quantizer_of
 from mha2mla.modeling.config import MHA2MLAConfig
-from mha2mla.modeling.decoder import affine_map, own_map, project
+from mha2mla.modeling.decoder import affine_map, fused_weight, own_map, project
 from mha2mla.modeling.step import AttentionStep
 from mha2mla.modeling.tensor_parallel import HeadShard
 
@@ -180,7 +180,9 @@ class MLAAttention(modeling_mha2mla.MLAAttention):
             rope = own_map(self.k_rope_proj) or affine_map(self.k_rope_proj, latent)
             tensors["rope_weight"], tensors["rope_bias"] = rope
         if geometry.has_key_codes:  # without the bias, which is added where keys are read
-            tensors["k_pe"] = F.linear(tensors["latent"], tensors["rope_weight"])[:, None]
+            is_fused = latent.is_cuda and fused_weight(latent, (self.k_rope_proj,)) is not None
+            product = skinny_linear if is_fused else F.linear
+            tensors["k_pe"] = product(tensors["latent"], tensors["rope_weight"])[:, None]
         elif geometry.has_rope_cache and k_pe is None:
             # One product: torch adds the bias of [B, S, d_c] whose rows lie apart by another kernel. Made of what codes
             # give back, so that kept keys are those that would be computed when they are read.
