@@ -258,7 +258,11 @@ WINDOWED = [
     GroupCodesProblem(32, 1, 1024, 64, ()),
     COMPUTED_CODES[0],
     COMPUTED_CODES[2],
-    *KEY_CODES[:3],
+    KEY_CODES[0],
+    # Of a bias of 600 a key's rounding alone decides between a window's two tokens: float64 over keys rounded once is
+    # more than twice as far off as torch for three of forty seeds.
+    replace(KEY_CODES[1], bias=10.0),
+    KEY_CODES[2],
 ]
 
 
