@@ -109,14 +109,18 @@ class Kernel:
     Attributes:
         digest: of all that decides what is compiled.
         name: of the function.
+        size: characters of its text; long ones take long.
         recipe: what compiles it, picklable: "module:function", arguments and keywords. TileLang's functions lose the
             layouts of shared memory when they are pickled.
-        compiled: compiles it, here.
+        build: compiles it into TileLang's disk cache, here.
+        compiled: the same, or finds it there, and loads it.
     """
 
     digest: str
     name: str = field(compare=False)
+    size: int = field(compare=False)
     recipe: tuple[str, tuple, dict] = field(compare=False)
+    build: Callable[[], Any] = field(compare=False, repr=False)
     compiled: Callable[[], Callable[..., None]] = field(compare=False, repr=False)
 
     def __call__(self, *arguments: Any) -> None:
@@ -173,21 +177,25 @@ def compile_for(function, capability: int, pass_configs: dict = PASS_CONFIGS) ->
     """
     check_arguments(function)
     target = target_of(capability)
-    parts = (tilelang.__version__, function.script(show_meta=True), target, sorted(pass_configs.items()))
+    text = function.script(show_meta=True)
+    parts = (tilelang.__version__, text, target, sorted(pass_configs.items()))
     digest = sha256(repr(parts).encode()).hexdigest()
+
+    def build() -> Any:
+        kernel = tilelang.compile(function, target=target, pass_configs=pass_configs)
+        write_note(digest)
+        return kernel
 
     def compiled() -> Callable[..., None]:
         if digest not in _LOADED:
-            kernel = tilelang.compile(function, target=target, pass_configs=pass_configs)
-            module = kernel.adapter.get_exportable_executable()
+            module = build().adapter.get_exportable_executable()
             _LOADED[digest] = (module.jit() if hasattr(module, "jit") else module).main
-            write_note(digest)
         return _LOADED[digest]
 
     listed, recipe = _LISTED.get(), _RECIPE.get()
     if listed is None or recipe is None:
         return compiled()
-    listed.append(Kernel(digest, str(function.attrs["global_symbol"]), recipe, compiled))
+    listed.append(Kernel(digest, str(function.attrs["global_symbol"]), len(text), recipe, build, compiled))
     return listed[-1]
 
 

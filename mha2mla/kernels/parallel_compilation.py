@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -133,32 +133,32 @@ def compile_ahead(device: torch.device, call: Any, run: Callable[[], Any]) -> in
 
 def compile_listed(run: Callable[[], Any]) -> tuple[int, int]:
     """:func:`compile_ahead` without a note of the call: kernels that were missing, and how many still are."""
-    import tilelang
+    with Compiler() as compiler:  # imports while this process does, and lists
+        import tilelang
 
-    from mha2mla.kernels.machine import listing, note
+        from mha2mla.kernels.machine import listing, note
 
-    try:
-        with listing() as kernels:
-            run()
-    except Exception as error:  # out of memory, for instance: what the caller is about may still succeed
-        why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        warnings.warn(f"kernels are compiled by their first launches, one after another: {why}", stacklevel=3)
-        return 0, 1
-    with _one_at_a_time(note("lock")):  # ranks of a model, or programs started side by side, share what one compiles
-        missing = [kernel for kernel in dict.fromkeys(kernels) if not note(kernel.digest).exists()]
-        if not missing or not tilelang.env.is_cache_enabled():
-            return len(missing), len(missing)
-        # Decode first: it takes the longest.
-        missing.sort(key=lambda kernel: "_decode" not in kernel.name)
-        jobs = [(kernel.name, pickle.dumps(kernel.recipe)) for kernel in missing]
-        workers = min(len(jobs), most_processes())
-        with progress_bar(total=len(jobs), desc="compiling kernels, once", unit="kernel", show=True) as bar:
-            for outcome in run_in_workers(
-                compile_recipe, jobs, workers=workers, timeout=COMPILE_TIMEOUT, interpreters=True
-            ):
-                if outcome.failure is not None:
-                    warnings.warn(f"{outcome.job[0]} was not compiled ahead: {outcome.failure}", stacklevel=3)
-                bar.update()
+        try:
+            with listing() as kernels:
+                run()
+        except Exception as error:  # out of memory, for instance: what the caller is about may still succeed
+            why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            warnings.warn(f"kernels are compiled by their first launches, one after another: {why}", stacklevel=3)
+            return 0, 1
+        with _one_at_a_time(
+            note("lock")
+        ):  # ranks of a model, or programs started side by side, share what one compiles
+            missing = [kernel for kernel in dict.fromkeys(kernels) if not note(kernel.digest).exists()]
+            if not missing or not tilelang.env.is_cache_enabled():
+                return len(missing), len(missing)
+            missing.sort(key=lambda kernel: -kernel.size)  # the longest first
+            jobs = [(kernel.name, pickle.dumps(kernel.recipe)) for kernel in missing]
+            workers = min(len(jobs), most_processes())
+            with progress_bar(total=len(jobs), desc="compiling kernels, once", unit="kernel", show=True) as bar:
+                for outcome in compiler.run(compile_recipe, jobs, workers):
+                    if outcome.failure is not None:
+                        warnings.warn(f"{outcome.job[0]} was not compiled ahead: {outcome.failure}", stacklevel=3)
+                    bar.update()
     failed = sum(not note(kernel.digest).exists() for kernel in missing)
     return len(missing), failed
 
@@ -174,10 +174,14 @@ def compile_recipe(job: tuple[str, bytes]) -> None:
     Args:
         job: the kernel's name, and its pickled recipe.
     """
+    from mha2mla.kernels.machine import listing
+
     path, arguments, static = pickle.loads(job[1])
-    function = resolve_name(path)
     logging.getLogger("tilelang").setLevel(logging.WARNING)  # importing TileLang sets a level that logs each kernel
-    function(*arguments, **static)
+    with listing() as kernels:
+        resolve_name(path)(*arguments, **static)
+    for kernel in kernels:
+        kernel.build()  # loading it would link it a second time
 
 
 @cache
@@ -215,9 +219,9 @@ def run_in_workers(
     timeout: float = 120.0,
     until: float | None = None,
     prepare: Callable[[], Any] | None = None,
-    interpreters: bool = False,
+    start_method: str = "spawn",
 ) -> Iterator[Outcome]:
-    """Calls ``function(job)`` for every job in spawned processes; outcomes come in the order in which jobs end.
+    """Calls ``function(job)`` for every job in other processes; outcomes come in the order in which jobs end.
 
     A process whose job takes too long is killed ("hung: …"), one that dies is replaced ("crashed: …"), and so is one
     whose job raised ("ValueError: …"), since an error on a GPU stays with its process.
@@ -230,9 +234,9 @@ def run_in_workers(
         until: ``time.monotonic()`` from which on no job is begun; jobs in flight then are killed (:data:`OUT_OF_TIME`).
         prepare: called in every process before its first job, within ``STARTUP`` seconds that no job is charged for.
             With it the processes start before the first job is drawn.
-        interpreters: processes are Pythons of their own (:class:`_Interpreter`), in place of spawned ones.
+        start_method: "spawn", or "fork" in a process of one thread that did not touch CUDA.
     """
-    context, team, jobs = _Interpreters if interpreters else multiprocessing.get_context("spawn"), [], iter(jobs)
+    context, team, jobs = multiprocessing.get_context(start_method), [], iter(jobs)
 
     def start() -> _Worker:
         team.append(_Worker(context, function, timeout, prepare))
@@ -334,50 +338,67 @@ class _Worker:
         self.connection.close()
 
 
-class _Interpreter:
-    """A Python of its own, by the methods of a multiprocessing process: it sees no GPU, and imports no ``__main__``, so
-    that a user's script needs no guard against being run by it."""
+class Compiler:
+    """A Python of its own that imports torch and TileLang once, at once, and forks a process for each job.
 
-    CODE = "from mha2mla.kernels import parallel_compilation as p; p.serve_pipe({})"
+    It sees no GPU and has one thread, which is what makes forks safe. It imports no ``__main__``, so that a user's
+    script needs no guard against being run by it. All its processes end with the context.
+    """
 
-    def __init__(self, target: Callable[..., None], args: tuple[Any, ...], daemon: bool) -> None:
-        self._connection, *self._work = args
+    # By the command's name the package does not import transformers.
+    CODE = (
+        "import sys; sys.argv[0] = 'mha2mla'; from mha2mla.kernels import parallel_compilation as p; p.serve_jobs({})"
+    )
 
-    def start(self) -> None:
-        number = self._connection.fileno()
+    def __enter__(self) -> Compiler:
+        self._connection, theirs = multiprocessing.Pipe()
         path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
         self._process = subprocess.Popen(
-            [sys.executable, "-c", self.CODE.format(number)],
-            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
-            stdin=subprocess.PIPE,
-            pass_fds=[number],
+            [sys.executable, "-c", self.CODE.format(theirs.fileno())],
+            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OPENBLAS_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
             start_new_session=True,  # a Ctrl-C is the parent's
         )
-        with suppress(OSError), self._process.stdin as stdin:
-            stdin.write(pickle.dumps(self._work))
+        theirs.close()
+        return self
 
-    def kill(self) -> None:
-        self._process.kill()
+    def __exit__(self, *_: Any) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # nvcc too
+        self._process.wait()
+        self._connection.close()
 
-    def join(self, timeout: float) -> None:
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout)
+    def run(self, function: Callable[[Any], Any], jobs: Sequence[Any], workers: int) -> Iterator[Outcome]:
+        """:func:`run_in_workers` there, once."""
+        failure, left = None, list(jobs)
+        with suppress(OSError):  # it died: see below
+            self._connection.send((function, left, workers))
+        while left and failure is None:
+            try:
+                if self._connection.poll(STARTUP + COMPILE_TIMEOUT):
+                    outcome = self._connection.recv()
+                    left.remove(outcome.job)
+                    yield outcome
+                else:
+                    failure = "hung: the process that compiles does not answer"
+            except (EOFError, OSError):
+                failure = f"crashed: the process that compiles ended with exit code {self._process.wait()}"
+        yield from (Outcome(job, failure=failure) for job in left)
 
-    @property
-    def exitcode(self) -> int | None:
-        return self._process.returncode
 
+def serve_jobs(number: int) -> None:
+    """Main program of a :class:`Compiler`, over an inherited file descriptor; ends with its parent."""
+    import mha2mla.kernels.machine  # noqa: F401  before forks need it
 
-class _Interpreters:
-    """The part of a multiprocessing context that is used."""
-
-    Pipe, Process = multiprocessing.Pipe, _Interpreter
-
-
-def serve_pipe(number: int) -> None:
-    """Main program of an :class:`_Interpreter`, over an inherited file descriptor; ends with its parent."""
-    with suppress(OSError):
-        _serve(Connection(number), *pickle.load(sys.stdin.buffer))
+    connection = Connection(number)
+    os.register_at_fork(after_in_child=connection.close)  # so that its end is this process's
+    gc.collect()
+    gc.freeze()  # forks share what was imported
+    with suppress(EOFError, OSError):
+        function, jobs, workers = connection.recv()
+        for outcome in run_in_workers(function, jobs, workers=workers, timeout=COMPILE_TIMEOUT, start_method="fork"):
+            connection.send(outcome)
 
 
 def _serve(connection: Connection, function: Callable[[Any], Any], prepare: Callable[[], Any] | None) -> None:

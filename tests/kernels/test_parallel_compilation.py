@@ -241,8 +241,8 @@ def test_kernels_that_fail_are_left_to_their_launch(monkeypatch, tmp_path):
         norms(1024, 2048, 512)
     digests = {pickle.dumps(kernel.recipe): kernel.digest for kernel in kernels}
 
-    def run_in_workers(function, jobs, **options):
-        given.append((len(jobs), options["workers"]))
+    def run(compiler, function, jobs, workers):
+        given.append((len(jobs), workers))
         for job in jobs:
             hangs = job is jobs[0]
             if not hangs:
@@ -250,7 +250,7 @@ def test_kernels_that_fail_are_left_to_their_launch(monkeypatch, tmp_path):
             yield parallel_compilation.Outcome(job, failure="hung: it took too long" if hangs else None)
 
     monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(parallel_compilation, "run_in_workers", run_in_workers)
+    monkeypatch.setattr(parallel_compilation.Compiler, "run", run)
     monkeypatch.setenv("MHA2MLA_COMPILE_PROCESSES", "2")
     for expected in ((3, 1), (1, 1)):
         with pytest.warns(UserWarning, match="rms_norm was not compiled ahead: hung"):
@@ -258,9 +258,29 @@ def test_kernels_that_fail_are_left_to_their_launch(monkeypatch, tmp_path):
     assert given == [(3, 2), (1, 1)]
 
 
-def test_an_interpreter_that_is_killed_is_a_crash():
-    outcomes = list(run_in_workers(os._exit, [3], interpreters=True))
-    assert [o.failure for o in outcomes] == ["crashed: the process ended with exit code 3"]
+def test_a_compiler_imports_once_and_forks():
+    """One thread, no GPU, no transformers; what dies is replaced, and nothing outlives the context."""
+    pytest.importorskip("tilelang", reason="TileLang is not installed")
+    looks = ("os.getpid()", "os.getppid()", "len(os.listdir('/proc/self/task'))", "os.environ['CUDA_VISIBLE_DEVICES']")
+    looks += ("'tilelang' in sys.modules", "'transformers' in sys.modules", "os._exit(3)", "1")
+    jobs = [f"[{look} for os, sys in [(__import__('os'), __import__('sys'))]][0]" for look in looks]
+    with parallel_compilation.Compiler() as compiler:
+        outcomes = list(compiler.run(eval, jobs, 1))
+        assert outcomes[1].value == compiler._process.pid
+    assert [outcome.job for outcome in outcomes] == jobs
+    assert [outcome.value for outcome in outcomes[2:]] == [1, "", True, False, None, 1]
+    failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
+    assert failures == ["crashed: the process ended with exit code 3"]
+    assert not any(Path(f"/proc/{outcome.value}").exists() for outcome in outcomes[:2])
+
+
+def test_a_compiler_that_dies_leaves_its_jobs():
+    with parallel_compilation.Compiler() as compiler:
+        compiler._process.kill()
+        outcomes = list(compiler.run(abs, [1, 2], 2))
+    assert [outcome.failure for outcome in outcomes] == [
+        "crashed: the process that compiles ended with exit code -9"
+    ] * 2
 
 
 def test_what_compiles_kernels_is_found_by_its_name():

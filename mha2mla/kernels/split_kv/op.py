@@ -193,12 +193,13 @@ class PagedOp:
             plan.refresh(cache_seqlens, cache_starts)
         return plan
 
-    @torch.compiler.assume_constant_result
     def num_ctas(self, backend: str | None, *call: Any) -> int:
         """Blocks of the kernel per tile of query rows: what is resident at once; 0 where the reference serves. ``call``
         as in :func:`dispatch`. Dynamo takes the answer and does not trace how it was found."""
         served = dispatch(self, backend, *call)
         return 0 if served is None else served[1].num_ctas(num_sms(call[-1]))
+
+    num_ctas._dynamo_marked_constant = True  # torch.compiler.assume_constant_result imports Dynamo, for 1 s
 
     def choose(self, shape: Any, device: torch.device) -> Any:
         """The choice of ``select`` for a device. Raises ValueError as it does."""
