@@ -1,10 +1,11 @@
-"""Python calls of one eager decode step of ``generate``: how many, into how many functions of how many files.
+"""Python calls of one eager step: how many, into how many functions of how many files.
 
     python benchmarks/step_calls.py
     python benchmarks/step_calls.py --tree
 
-The model is a random two-layer Llama in layout ``latent`` on the CPU. Steps before the counted one warm up: they
-allocate pages, fuse weights and make plans. A call is a ``call`` event of ``sys.setprofile`` in a file below
+The model is a random two-layer Llama in layout ``latent`` on the CPU. The tree is of a decode step of ``generate``;
+what a layer adds to a step over a prompt stands below it. Steps before the counted one warm up: they allocate pages,
+fuse weights and make plans. A call is a ``call`` event of ``sys.setprofile`` in a file below
 ``mha2mla/``, list comprehensions and resumed generators included; what torch and transformers do is not counted.
 """
 
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import mha2mla
 from benchmarks.recording import command
+from mha2mla.modeling import LatentCache, paged_model
 from mha2mla.trial_models import converted_config, random_model, source_config
 
 PACKAGE = Path(mha2mla.__file__).resolve().parent
@@ -93,8 +95,55 @@ def count_step() -> Calls:
     return calls
 
 
+PROMPTS = ("source, paged", "computed, paged", "kept, paged", "computed, forward", "kept, forward")
+
+
+@torch.inference_mode()
+def count_prompt(which: str, layers: int) -> Calls:
+    """The calls of a warm step over a prompt of 16 tokens.
+
+    Args:
+        which: of ``PROMPTS``: the source, or layout latent with rotary keys computed or kept; by ``forward_batch``, or
+            by ``forward`` and its named backend over a new cache.
+        layers: of the model.
+    """
+    (name, way), ids = which.split(", "), torch.arange(3, 19)
+    with torch.inference_mode(False):
+        config = source_config("tiny", num_hidden_layers=layers)
+        if name != "source":
+            config = converted_config(config, layout="latent", kv_lora_rank=32, qk_rope_head_dim=16)
+            config = config.with_options(rotary_key_cache={"computed": "none", "kept": "bfloat16"}[name])
+            config = config.with_options(attention_backend="mla_reference")
+        model = random_model(config, "cpu", torch.float32)
+    if name == "source":
+        model.set_attn_implementation("mha2mla")
+    model = paged_model(model)
+    cache = model.paged_cache(4) if way == "paged" else None
+
+    def run() -> None:
+        if cache is None:
+            model(ids[None], past_key_values=LatentCache(model.config), logits_to_keep=1)
+        else:
+            model.forward_batch(ids, cache.step(cache.extend({cache.open(): len(ids)})))
+
+    run()
+    run()
+    calls = Calls()
+    sys.setprofile(calls._event)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def calls_per_layer(which: str) -> Counter[tuple[str, str, int]]:
+    """Calls that each further layer adds to :func:`count_prompt`, by file, function and first line."""
+    return count_prompt(which, 3).functions - count_prompt(which, 2).functions
+
+
 def main(tree: bool = False) -> bool:
-    """Prints the three counts.
+    """Prints the three counts, and the calls that a layer adds to a prompt.
 
     Args:
         tree: also print every call, indented by its depth, and the calls of each file and function.
@@ -110,6 +159,8 @@ def main(tree: bool = False) -> bool:
                 if where == name:
                     print(f"      {times:5} {function}:{line}")
     print(calls)
+    for which in PROMPTS:
+        print(f"prompt, {which}: {calls_per_layer(which).total()} calls a layer")
     return True
 
 

@@ -204,12 +204,15 @@ def with_dense_rows(x: Tensor) -> Tensor:
 
 def vector_of(*tensors: Tensor) -> int:
     """Numbers that may be moved at a time, at most 16 bytes: pointers and strides are multiples of so many."""
-    size = tensors[0].element_size()
-    places = [tensor.data_ptr() for tensor in tensors]
-    strides = [stride * size for tensor in tensors for stride in tensor.stride()[:-1]]
-    return max(1, math.gcd(16, *places, *strides) // size)
+    size, bits = tensors[0].element_size(), 16
+    for tensor in tensors:
+        bits |= tensor.data_ptr()
+        for stride in tensor.stride()[:-1]:
+            bits |= stride * size
+    return max(1, (bits & -bits) // size)  # the lowest bit: the largest power of two that divides all
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

@@ -364,7 +364,7 @@ def run_source_model(decoder: FusedDecoder | None, input_ids: Tensor, step: Atte
 def _attend(attention: nn.Module, hidden_states: Tensor, inv_freq: Tensor, step: AttentionStep) -> Tensor:
     """Attention of a source's layer: [1, N, hidden] to the same."""
     states = project(hidden_states[0], attention.q_proj, attention.k_proj, attention.v_proj)
-    query, key, value = (each.unflatten(-1, (-1, attention.head_dim)) for each in states)
+    query, key, value = [each.view(each.shape[0], -1, attention.head_dim) for each in states]
     if hasattr(attention, "q_norm"):  # over each head
         query, key = attention.q_norm(query), attention.k_norm(key)
     tensors = {"query": query, "key": key, "value": value, "inv_freq": inv_freq}

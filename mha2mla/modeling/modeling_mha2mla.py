@@ -82,7 +82,7 @@ class MLAAttention(nn.Module):
         self.config, self.layer_idx, self.geometry = config, layer_idx, geometry
         self.sliding_window = config.layer_sliding_window(layer_idx)
         self.attention_dropout = config.attention_dropout or 0.0
-        self.is_causal = True
+        self.is_causal, self.qk_norm = True, config.qk_norm
         self._count_expanded_heads()
 
         heads, kv_heads = geometry.num_attention_heads, geometry.num_key_value_heads
@@ -228,18 +228,18 @@ class MLAAttention(nn.Module):
         RoPE, or None where it is computed from c."""
         geometry = self.geometry
         widths = (geometry.qk_nope_head_dim, geometry.qk_rope_head_dim)
-        if self.config.qk_norm:
+        if self.qk_norm:
             query, key, value = self._project(hidden_states, self.q_proj, self.k_proj, self.v_a_proj)
             query = torch.einsum("bshd,hed->bshe", self._normed(query, self.q_norm), self._own("q_b_proj"))
             encoded = self.k_a_proj(self._normed(key, self.k_norm).flatten(2))
         else:
             query, encoded = self._project(hidden_states, self.q_proj, self.kv_a_proj)
-            query = query.unflatten(-1, (-1, sum(widths)))
-        queries = query.split(widths, dim=-1)
+            query = query.view(*query.shape[:-1], -1, sum(widths))
+        queries = query.split_with_sizes(widths, -1)
         if not geometry.has_rope_cache:
-            return *queries, encoded + value if self.config.qk_norm else encoded, None
+            return *queries, encoded + value if self.qk_norm else encoded, None
         latent, k_pe = encoded.tensor_split((geometry.kv_lora_rank,), dim=-1)
-        if self.config.qk_norm:
+        if self.qk_norm:
             latent = latent + value
         k_pe = k_pe.unflatten(-1, (-1, geometry.qk_rope_head_dim))
         return *queries, latent, k_pe if self.rope_heads is None else k_pe[..., self.rope_heads, :]

@@ -1,8 +1,9 @@
 """The step benchmark on a CPU: every layout's two ways agree, and the served one calls fewer ops."""
 
+import pytest
 import torch
 
-from benchmarks.step_calls import count_step
+from benchmarks.step_calls import calls_per_layer, count_step
 from benchmarks.step_timeline import LAYOUTS, build, count_ops, in_parts, judge, prepared, products, summary
 
 
@@ -54,3 +55,18 @@ def test_step_calls_stay_few():
     # Fusing weights and looking into modules belongs to the prompt.
     assert names.isdisjoint({"fuse_weights", "FusedDecoder.prepare", "is_plain", "_is_own", "StepPlanner._allocate"})
     assert len(calls.entered) <= 250
+
+
+@pytest.mark.parametrize(
+    ("which", "most"),
+    [("source, paged", 92), ("computed, paged", 106), ("kept, paged", 106), ("kept, forward", 116)],
+)
+def test_prompt_calls_per_layer_stay_few(which, most):
+    calls = calls_per_layer(which)
+    names = {function for _, function, _ in calls}
+    assert "AttentionStep.run" in names and "MixedPlan.parts" in names
+    # Configs, backends and modules are asked once for all layers that are alike, plans are unpacked once.
+    assert names.isdisjoint(
+        {"fuse_weights", "_is_own", "_unpack", "MHA2MLAConfig.layer_geometry", "LatentLayer.choose", "check_layouts"}
+    )
+    assert calls.total() <= most

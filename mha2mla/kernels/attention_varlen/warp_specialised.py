@@ -379,8 +379,8 @@ def launch_attention_varlen(
         out.zero_()
         lse.fill_(-torch.inf)
         return
-    parts = (k,) if k_pe is None else (k, k_pe)
-    widths, key_heads = tuple([part.shape[2] for part in parts]), tuple([part.shape[1] for part in parts])
+    shapes = (k.shape[1:],) if k_pe is None else (k.shape[1:], k_pe.shape[1:])
+    key_heads, widths = zip(*shapes, strict=True)
     shape = tiled.VarlenShape(
         q.shape[1], widths, key_heads, v.shape[1], v.shape[2], causal, dtype_name(v.dtype), window >= 0
     )

@@ -177,7 +177,7 @@ def launch_silu_mul(gate: Tensor, up: Tensor, out: Tensor) -> None:
     if out.numel() == 0:
         return
     width = gate.shape[-1]
-    gate, up = (with_dense_rows(x.reshape(-1, width)) for x in (gate, up))
+    gate, up = with_dense_rows(gate.reshape(-1, width)), with_dense_rows(up.reshape(-1, width))
     static = {"width": width, "dtype": dtype_name(gate.dtype), "vector": math.gcd(width, vector_of(gate, up, out))}
     with on_device(gate.device):
         compile_silu_mul(capability(gate.device), **static)(gate, up, out.view(-1, width))

@@ -312,12 +312,8 @@ def compute_rotary_keys(latent: Tensor, rope: LatentRope, positions: Tensor, *, 
 
 
 def _rotate(raw: Tensor, rope: LatentRope, positions: Tensor) -> Tensor:
-    """:func:`rotate_keys` of raw [T, d_r], float32, by the kernel."""
-    cache = raw.new_empty(1, 1, 0, raw.shape[1])  # nothing is written
-    return _append_op(
-        raw[:, :0], raw[:, None][:, :0], raw[:, None], cache[..., 0], cache, None, positions, positions,
-        rope.inv_freq[None], rope.scaling, False, True,
-    )[:, 0]  # fmt: skip
+    """:func:`rotate_keys` of raw [T, d_r], float32 and contiguous, by the kernel."""
+    return _rotation_op(raw, positions.contiguous(), rope.inv_freq.contiguous(), rope.scaling, True)
 
 
 def kept_keys(
@@ -460,4 +456,10 @@ _append_op = register_kernel(
     _rope_append,
     lambda rows, keys, query, *_: torch.empty_like(query, memory_format=torch.contiguous_format),
     "mha2mla.kernels.rope_append.kernel:launch_rope_append",
+)
+_rotation_op = register_kernel(
+    "rotate_keys(Tensor raw, Tensor positions, Tensor inv_freq, float attention_scaling, bool compiled) -> Tensor",
+    lambda raw, positions, inv_freq, scaling: rotate_keys(raw, inv_freq, scaling, positions),
+    lambda raw, *_: torch.empty_like(raw),
+    "mha2mla.kernels.rope_append.kernel:launch_rotation",
 )

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import tilelang.language as T
+import torch
 from torch import Tensor
 
 from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, GPU, Buffers, Machine, compiler, make_function
@@ -456,12 +457,27 @@ def launch_rope_append(*call: Any) -> None:
         return
     with on_device(query.device):
         shape, operands = _operands(*call)
-        if not (shape.heads or shape.num_rope_heads or shape.row_width):
-            return
-        # With a table a head a token's angles occupy a block, and four tokens' make it wait.
-        alone = shape.num_tables * shape.qk_rope_head_dim >= 2 * BLOCK_THREADS
-        here = capability(query.device)
-        compile_rope_append(here, shape=shape, block_tokens=1 if alone else 4, dependent=here >= 90)(*operands)
+        if shape.heads or shape.num_rope_heads or shape.row_width:
+            _launch(shape, operands, query.device)
+
+
+def _launch(shape: AppendShape, operands: tuple[Any, ...], device: torch.device) -> None:
+    # With a table a head a token's angles occupy a block, and four tokens' make it wait.
+    alone, here = shape.num_tables * shape.qk_rope_head_dim >= 2 * BLOCK_THREADS, capability(device)
+    compile_rope_append(here, shape=shape, block_tokens=1 if alone else 4, dependent=here >= 90)(*operands)
+
+
+def launch_rotation(x: Tensor, positions: Tensor, inv_freq: Tensor, attention_scaling: float, out: Tensor) -> None:
+    """Run the kernel of rotations alone: x [T, d_r] at ``positions`` [T] by inv_freq [d_r / 2]; both contiguous."""
+    tokens, rope = x.shape
+    if tokens == 0:
+        return
+    query, cache = x.view(tokens, 1, rope), x.as_strided((1, 1, rope), (rope, rope, 1))  # of the latter only the shape
+    shape = AppendShape(1, 0, 0, rope, 1, 1, dtype_name(x.dtype), False, vector_of(x, out))
+    lists = (positions, positions, inv_freq.view(1, -1))
+    operands = (x[:, :1], query, query, *lists, cache[:, :, :1], cache, out.view(tokens, 1, rope), attention_scaling)
+    with on_device(x.device):
+        _launch(shape, operands, x.device)
 
 
 def launch_append_w_uk(call: tuple[Any, ...], x: Tensor, k_up: Tensor, mapped: Tensor) -> None:

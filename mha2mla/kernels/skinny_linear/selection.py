@@ -63,6 +63,8 @@ def serves_few_tokens(x: Tensor, weight: Tensor, transposed: bool = False) -> bo
     cannot begin before attention ends.
     """
     heads, inner = x.shape[-2:]
+    if x.numel() > W_UK_TOKENS * heads * inner:  # a prompt, first of all: every layer asks
+        return False
     if not (x.is_cuda and x.dtype in DTYPES and x.numel() and len(weight)) or capability(x.device) < 80:
         return False
     if transposed:

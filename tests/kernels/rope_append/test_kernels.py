@@ -10,8 +10,9 @@ import torch
 
 pytest.importorskip("tilelang", reason="TileLang is not installed")
 
-from mha2mla.kernels import append_w_uk, mla_append
+from mha2mla.kernels import append_w_uk, mla_append, rotate_keys
 from mha2mla.kernels.machine import EXACT_PASS_CONFIGS
+from mha2mla.kernels.rope_append import kernel
 from mha2mla.kernels.rope_append.kernel import AppendShape, make_append_w_uk, make_rope_append
 from mha2mla.kernels.skinny_linear.api import project_heads
 from tests.few import few
@@ -31,18 +32,30 @@ def compiled_for_cpu(shape, interleaved, vector):
     count=4,
 )
 def test_kernel_on_the_cpu_target(shape, interleaved, vector):
-    kernel = compiled_for_cpu(shape, interleaved, vector)
+    run = compiled_for_cpu(shape, interleaved, vector)
     for tokens in (1, 4, 11):
         given = tensors(shape, tokens)
         before, out = copied(given), torch.full_like(given["q_pe"], torch.nan)
         keys, rope_cache = given["k_pe"], given["rope_cache"].flatten(2)
         if not shape[1]:  # what is left out is passed as anything
             keys, rope_cache = given["q_pe"][:, :1].contiguous(), torch.zeros(PAGES, PAGE, shape[3])
-        kernel(
+        run(
             given["latent"], keys, *(given[name] for name in ("q_pe", "positions", "slots", "inv_freq")),
             given["latent_cache"], rope_cache, out, 1.3,
         )  # fmt: skip
         assert_right(before, given, out, 1.3, interleaved)
+
+
+def test_rotation_alone_on_the_cpu_target(monkeypatch):
+    """With the operands that it is launched with, of which the kernel reads few."""
+    launched = []
+    monkeypatch.setattr(kernel, "_launch", lambda shape, operands, device: launched.append((shape, operands)))
+    x, inv_freq, positions = torch.randn(11, 16), torch.rand(8), torch.arange(11, dtype=torch.int32) * 100
+    out = torch.full_like(x, torch.nan)
+    kernel.launch_rotation(x, positions, inv_freq, 1.3, out)
+    ((shape, operands),) = launched
+    for_cpu(make_rope_append(shape, on_cpu=True))(*(x.contiguous() if torch.is_tensor(x) else x for x in operands))
+    torch.testing.assert_close(out, rotate_keys(x, inv_freq, 1.3, positions), rtol=1e-4, atol=1e-4)
 
 
 @few(
