@@ -36,7 +36,6 @@ class CodedRow:
     words = property(lambda k: k.groups * (1 + k.group_words))
     is_paired = property(lambda k: k.groups % 2 == 0 and k.group_words % 2 == 0)
     levels = property(lambda k: 2**k.bits - 1)
-    bias = property(lambda k: {4: 128, 8: 1024}.get(k.bits, 0) if k.fused else 0)  # of codes that need no conversion
 
     @property
     def planes(self) -> list[tuple[int, int, int, int]]:
@@ -58,7 +57,7 @@ class Unit(Buffers):
 
     def __init__(self, k: CodedRow):
         super().__init__(
-            words=T.alloc_local([12], T.int32),  # the last 8 of pairs of biased codes
+            words=T.alloc_local([4], T.int32),
             values=T.alloc_local([2 * RUN], T.float32),
             scale=T.alloc_local([1], T.float32),
             offset=T.alloc_local([1], T.float32),
@@ -104,38 +103,13 @@ def load_words(k, source, at, first, x, place):
 
 
 @T.macro
-def load_biased(k, source, at, first, h, x):
-    """Codes of 4 or 8 bits plus ``k.bias``, two at a time: their bits are the last ones of a bfloat16 128 or of a
-    float16 1024."""
-    for v in list(range(4 if k.bits == 8 else 2)):
-        if v % 2 == 0:
-            load_words(k, source, at, first + v // 2 * (k.group // 8) + 2 * h, x, 0)
-        for place in (0, 8) if k.bits == 8 else (0, 8, 4, 12):
-            e = (v // 2 if k.bits == 8 else place % 8 // 4) * RUN + v % 2 * 4 + place // 8
-            mask, ones = (0x00FF00FF, 0x64006400) if k.bits == 8 else (0x000F000F, 0x43004300)
-            # A word of its own for each pair: TileLang reinterprets what a word held when it was first reinterpreted.
-            pair = 4 + (v * 2 + place // 8 if k.bits == 8 else v * 4 + place // 4)
-            x.words[pair] = T.bitwise_or(T.bitwise_and(T.shift_right(x.words[v % 2], place), mask), ones)
-            if k.bits == 8:
-                x.values[e] = as_half(T.bitwise_and(x.words[pair], 0xFFFF))
-                x.values[e + 2] = as_half(T.shift_right(x.words[pair], 16))
-            else:
-                x.values[e] = T.reinterpret(T.shift_left(x.words[pair], 16), T.float32)
-                x.values[e + 2] = T.reinterpret(T.bitwise_and(x.words[pair], -65536), T.float32)
-
-
-@T.macro
 def dequantise(k, source, at, g, h, x):
     """Unit ``h`` of group ``g`` of the row ``source[*at]``, less its center."""
     x.offset[0] = half_at(source, at, g)
     x.scale[0] = half_at(source, at, k.groups + g, 0x7FFF)  # the sign is the center's
-    if k.bias:
-        x.offset[0] -= T.float32(k.bias) * x.scale[0]
-        load_biased(k, source, at, k.groups + g * k.group_words, h, x)
-    else:
-        for e in T.unroll(2 * RUN):
-            x.values[e] = 0.0
-    for bits, shift, word, size in [] if k.bias else list(k.planes):
+    for e in T.unroll(2 * RUN):
+        x.values[e] = 0.0
+    for bits, shift, word, size in list(k.planes):
         first = k.groups + g * k.group_words + word
         if bits == 8:  # a byte is a code
             for u in list(range(2)):

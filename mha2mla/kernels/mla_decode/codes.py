@@ -20,7 +20,7 @@ from mha2mla.kernels.split_kv.choice import KernelChoice
 
 # Access that an inline function declares for memory that it writes: as in ``latent_ws``.
 OPAQUE = "r"
-LEAST_UNROLLED = 80  # registers above which a thread dequantises several units at a time
+LEAST_AHEAD = 64  # registers of a thread that dequantises two units at a time
 
 INLINE = """
 static __device__ __forceinline__ void load_piece(void* place, const void* source, void* barrier, int bytes,
@@ -31,25 +31,150 @@ static __device__ __forceinline__ void load_piece(void* place, const void* sourc
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(source), "r"(bytes), "r"(full) : "memory");
 }
-// values and their center's elements, in 16 bits; zeros where the row is not held
+static __device__ __forceinline__ float widen_half(unsigned short bits) {
+  float wide;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(bits));
+  return wide;
+}
+// (word & mask) | ones: a number whose last bits are a code
+static __device__ __forceinline__ float biased(unsigned word, unsigned mask, unsigned ones) {
+  unsigned bits;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(bits) : "r"(word), "r"(mask), "r"(ones));
+  return __uint_as_float(bits);
+}
+// two numbers plus those of their center, rounded once
 template <bool half>
-static __device__ __forceinline__ void store_run(void* place, const float* values, const void* center, int held) {
-  const uint4 near = __ldg(static_cast<const uint4*>(center));
-  const unsigned two[4] = {near.x, near.y, near.z, near.w};
-  unsigned pair[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    float low, high;
-    if constexpr (half)
-      asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
-          : "=f"(low), "=f"(high) : "r"(two[i]));
-    else low = __uint_as_float(two[i] << 16), high = __uint_as_float(two[i] & 0xffff0000u);
-    low += values[2 * i], high += values[2 * i + 1];
-    if constexpr (half) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair[i]) : "f"(high), "f"(low));
-    else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair[i]) : "f"(high), "f"(low));
-    pair[i] = held ? pair[i] : 0;
+static __device__ __forceinline__ unsigned add_center(float low, float high, unsigned center) {
+  unsigned two;
+  if constexpr (half) {
+    low += widen_half(center), high += widen_half(center >> 16);
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
+  } else {
+    low += __uint_as_float(center << 16), high += __uint_as_float(center & 0xffff0000u);
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
   }
-  *static_cast<uint4*>(place) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+  return two;
+}
+template <int bits, int group, int groups>
+struct CodedUnit {  // elements 8 h to 8 h + 8 of group g, and those half a group further
+  static constexpr int group_words = group * bits / 32, row_words = groups * (1 + group_words);
+  static constexpr bool paired = groups % 2 == 0 && group_words % 2 == 0;
+  static constexpr float low_bias = bits == 8 ? 32768 : 128, high_bias = bits == 8 ? 32768 : 2048;
+  unsigned words[bits == 8 ? 4 : 2];
+  unsigned short offset, scale, first_scale;
+
+  __device__ __forceinline__ void load_two(unsigned* to, const int* from) {
+    if constexpr (paired) {
+      const int2 two = *reinterpret_cast<const int2*>(from);
+      to[0] = two.x, to[1] = two.y;
+    } else to[0] = from[0], to[1] = from[1];
+  }
+  __device__ __forceinline__ void load(const int* row, int g, int h) {
+    const unsigned short* halves = reinterpret_cast<const unsigned short*>(row);
+    const int* own = row + groups + g * group_words;
+    offset = halves[g], scale = halves[groups + g], first_scale = halves[groups];
+    if constexpr (bits == 3) {  // brought into the order of 4 bits
+      constexpr int planes = group / 32;  // 2-bit words of a run: every so many runs share them
+      load_two(words, own + h % planes * 2);
+      const int* third = own + group / 16;
+      const int at = planes == 1 ? 2 * h : h;
+      const unsigned near = third[0], far = planes == 1 ? near >> 1 : third[1];
+      words[0] = (words[0] >> h / planes * 2 & 0x33333333) | (near >> at & 0x11111111) << 2;
+      words[1] = (words[1] >> h / planes * 2 & 0x33333333) | (far >> at & 0x11111111) << 2;
+    } else {
+      load_two(words, own + 2 * h);
+      if constexpr (bits == 8) load_two(words + 2, own + group / 8 + 2 * h);
+    }
+  }
+  // codes plus their bias: four of the low run and of the high one
+  __device__ __forceinline__ void unpack(int i, float (&low)[4], float (&high)[4]) const {
+    if constexpr (bits == 8) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        low[j] = __uint_as_float(__byte_perm(words[i], 0x47000000, 0x7604 | j << 4));
+        high[j] = __uint_as_float(__byte_perm(words[2 + i], 0x47000000, 0x7604 | j << 4));
+      }
+    } else {
+      const unsigned up = words[i] << 8, down = words[i] >> 8, turned = __byte_perm(words[i], 0, 0x4034);
+      const unsigned in_low[4] = {turned, up, words[i], down}, in_high[4] = {up, words[i], down, turned};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        low[j] = biased(in_low[j], 0x000f0000, 0x43000000);
+        high[j] = biased(in_high[j], 0x0000f000, 0x45000000);
+      }
+    }
+  }
+  template <bool half>
+  __device__ __forceinline__ void widen(unsigned (&two)[8], const unsigned* centers) const {
+    const float factor = widen_half(scale & 0x7fff), least = widen_half(offset);  // a sign is the center's
+    const float low_least = least - low_bias * factor, high_least = least - high_bias * factor;
+    const unsigned second = -(first_scale >> 15);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float low[4], high[4];
+      unpack(i, low, high);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) low[j] = low[j] * factor + low_least, high[j] = high[j] * factor + high_least;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int e = 2 * i + j;
+        two[e] = add_center<half>(low[2 * j], low[2 * j + 1], centers[e] ^ (centers[8 + e] & second));
+        two[4 + e] = add_center<half>(high[2 * j], high[2 * j + 1], centers[4 + e] ^ (centers[12 + e] & second));
+      }
+    }
+  }
+};
+// of a thread's columns: the first center, and in which bits the second one differs
+static __device__ __forceinline__ void load_centers(unsigned* centers, const void* first, const void* second,
+                                                    int between) {
+#pragma unroll
+  for (int u = 0; u < 2; ++u) {
+    const uint4 one = __ldg(static_cast<const uint4*>(first) + u * between);
+    const uint4 two = __ldg(static_cast<const uint4*>(second) + u * between);
+    unsigned* to = centers + 4 * u;
+    to[0] = one.x, to[1] = one.y, to[2] = one.z, to[3] = one.w;
+    to[8] = one.x ^ two.x, to[9] = one.y ^ two.y, to[10] = one.z ^ two.z, to[11] = one.w ^ two.w;
+  }
+}
+// A thread's unit of the rows of a piece: 4 (pair / 2) + pair % 2 + 2 odd, and so on by ``pairs`` pairs; ``ahead`` are
+// loaded before any is stored. ``all``: every thread has a row in every round.
+template <bool half, int bits, int group, int groups, int pairs, bool all, int ahead>
+static __device__ __forceinline__ void widen_piece(void* panel, const void* codes, const unsigned* centers, int pair,
+                                                   int odd, int chunk, int g, int h, int held) {
+  using Unit = CodedUnit<bits, group, groups>;
+  constexpr int rounds = (8 + pairs - 1) / pairs;
+#pragma unroll(ahead > 1 ? rounds : 1)  // of fewer registers, where those are short
+  for (int first = 0; first < rounds; first += ahead) {
+    Unit units[ahead];
+    uint4* places[ahead][2];
+    bool mine[ahead];
+#pragma unroll
+    for (int r = 0; r < ahead; ++r) {
+      const int p = pair + (first + r) * pairs;
+      const int token = pairs % 2 ? p / 2 * 4 + p % 2 + 2 * odd
+                                  : pair / 2 * 4 + pair % 2 + 2 * odd + (first + r) * pairs * 2;
+      mine[r] = all || token < 16;
+      const int row = all ? token : min(token, 15);
+      units[r].load(static_cast<const int*>(codes) + row * Unit::row_words, g, h);
+#pragma unroll
+      for (int u = 0; u < 2; ++u)
+        places[r][u] = static_cast<uint4*>(panel) + row * 8 + ((chunk + u * (group / 16)) ^ row % 8);
+    }
+#pragma unroll
+    for (int r = 0; r < ahead; ++r) {
+      unsigned two[8];
+      units[r].template widen<half>(two, centers);
+      if (mine[r]) {
+        *places[r][0] = make_uint4(two[0], two[1], two[2], two[3]);
+        *places[r][1] = make_uint4(two[4], two[5], two[6], two[7]);
+      }
+    }
+    if (!held) {  // tested last: a branch around the loads would wait for it
+#pragma unroll
+      for (int r = 0; r < ahead; ++r)
+        if (mine[r]) *places[r][0] = *places[r][1] = make_uint4(0, 0, 0, 0);
+    }
+  }
 }
 """
 
@@ -124,6 +249,13 @@ class Codes:
     groups_of_row = property(lambda k: k.units // k.quads)
     at_once = property(lambda k: k.wideners // (2 * k.quads) // k.groups_of_row)  # pairs of rows
 
+    @property
+    def rounds(self) -> str:
+        """C++ arguments: pairs of rows at once; every thread has a row in every round; units loaded ahead."""
+        all_busy = 2 * self.at_once * self.units == self.wideners and PIECE // 2 % self.at_once == 0
+        ahead = 2 if self.at_once < PIECE // 2 and self.choice.registers[3] >= LEAST_AHEAD else 1
+        return f"{self.at_once}, {str(all_busy).lower()}, {ahead}"
+
     def unit(self, thread):
         """Unit of a CTA's columns that a thread has in every row."""
         return thread // (2 * self.quads) % self.groups_of_row * self.quads + thread % self.quads
@@ -195,11 +327,20 @@ def widen(k, half, work, memory, call, thread):
     columns of all rows."""
     T.set_max_nreg(k.choice.registers[3], int(k.choice.registers[3] * k.choice.threads * k.choice.ctas_per_sm >= 65536))
     row, stages, code_stages = k.row, k.choice.num_stages, k.choice.code_stages
-    x, held = Unit(row), T.alloc_local([1], T.int32)
-    rounds = T.unroll if k.choice.registers[3] > LEAST_UNROLLED else T.serial
+    centers = T.alloc_local([4 * RUN], "uint32")
     own, h = k.unit(thread) // row.runs * row.group, k.unit(thread) % row.runs  # first column of its group
     left = half * k.own_width + own  # beyond the latent's width: zeros
     first, is_padding = T.min(left, k.d_c - row.group), T.cast(left >= k.d_c, T.int32)
+    column = own % k.slot_cols + h * RUN
+    pair = T.if_then_else(thread < 2 * k.at_once * k.units, k.token(thread, 0) // 4 * 2 + k.token(thread, 0) % 2, PIECE)
+    T.call_extern(
+        "handle",
+        "load_centers",
+        T.access_ptr(centers[0], "w", 4 * RUN),
+        T.address_of(call.centers[0, first + h * RUN]),
+        T.address_of(call.centers[1, first + h * RUN]),
+        row.runs,
+    )
     for f in T.serial(work.fragments):
         device.read_fragment(work, f)
         for i in T.serial(work.tiles):
@@ -208,26 +349,23 @@ def widen(k, half, work, memory, call, thread):
                 part = n * k.parts + u
                 T.barrier_wait(memory.c_free[part % stages], ((part // stages) & 1) ^ 1)
             slot = (n * k.parts + own // k.slot_cols) % stages
-            for v in k.pieces:
+            for v in T.serial(len(k.pieces)):  # unrolled, it leaves the instruction cache
                 m = n * len(k.pieces) + v
                 at = m % code_stages
                 T.barrier_wait(memory.codes_full[at], (m // code_stages) & 1)
-                held[0] = T.if_then_else(is_padding != 0, 0, memory.held[at])
-                for r in rounds(-(-PIECE // 2 // k.at_once)):
-                    token = k.token(thread, r)
-                    if (token < PIECE) & (thread < 2 * k.at_once * k.units):
-                        dequantise(row, memory.codes, (at, token), first // row.group, h, x)
-                        find_center(row, memory.codes, (at, token), x)
-                        for u in list(range(2)):
-                            column = own % k.slot_cols + (h + u * row.runs) * RUN
-                            T.call_extern(
-                                "handle",
-                                f"store_run<{k.half}>",
-                                T.access_ptr(memory.c_ring[slot, v * PIECE + token, column], OPAQUE, RUN),
-                                T.access_ptr(x.values[u * RUN], "r", RUN),
-                                T.address_of(call.centers[x.second[0], first + (h + u * row.runs) * RUN]),
-                                held[0],
-                            )
+                T.call_extern(
+                    "handle",
+                    f"widen_piece<{k.half}, {row.bits}, {row.group}, {row.groups}, {k.rounds}>",
+                    T.access_ptr(memory.c_ring[slot, v * PIECE, column // 64 * 64], OPAQUE, 64 * PIECE),
+                    T.access_ptr(memory.codes[at, 0, 0], "r", PIECE * row.words),
+                    T.access_ptr(centers[0], "r", 4 * RUN),
+                    pair,
+                    thread // k.quads % 2,
+                    column % 64 // RUN,
+                    first // row.group,
+                    h,
+                    T.if_then_else(is_padding != 0, 0, memory.held[at]),
+                )
                 T.barrier_arrive(memory.codes_free[at])
             T.fence_proxy_async()
             for u in list(range(k.parts)):

@@ -137,20 +137,20 @@ def cluster_choices(shape: CodedShape, tiling: RowTiling, limit: int) -> Candida
 
 def latent_ws_choices(shape: CodedShape, tiling: RowTiling, limit: int) -> Candidates:
     """:func:`ws_choices` with warpgroups that make keys, which leave fewer registers: few tiles first, then tiles
-    in flight, then two CTAs or two warpgroups that dequantise."""
+    in flight, then two CTAs or two warpgroups that dequantise, then dequantised tiles."""
     latent, blocks = padded_latent_columns(shape.kv_lora_rank, 128), key_blocks(tiling, shape.qk_rope_head_dim)
     makers = blocks.chunks_per_block
     if shape.kv_lora_rank > selection.WIDE_LATENT:
         return
     needed = selection.accumulators(latent, tiling.rows, 64, 128) + selection.CONSUMER_OVERHEAD
-    sizes = product(((2, 1), (1, 2), (1, 1)), (3, 2), (3 * makers, 2 * makers), (16, 12, 8, 6, 4, 3, 2))
+    sizes = product(((2, 1), (1, 2), (1, 1)), (4, 3, 2), (3 * makers, 2 * makers), (16, 12, 8, 6, 4, 3, 2))
     for (resident, wideners), num_stages, rope_stages, pieces in sizes:
         used = selection.swap_ab_ws_shared_memory(tiling, blocks, shape.kv_lora_rank, num_stages, rope_stages)
         used += pieces * (PIECE * shape.row_bytes + 16) + 1024
         registers = key_registers(needed, shape.kv_lora_rank, makers, wideners, resident)
-        ctas, in_flight = -resident, resident * pieces
+        ctas, in_flight = (-resident * wideners, -resident), resident * pieces
         yield candidate(
-            (0, tiling.num_tiles, tiling.rows, -min(8, in_flight), ctas * wideners, ctas, -in_flight, used),
+            (0, tiling.num_tiles, tiling.rows, -min(8, in_flight), *ctas, -num_stages, -in_flight, used),
             registers is not None and resident * (used + 1024) <= limit + 1024,
             "codes_latent_ws", tiling, used,
             f"{makers} warpgroup(s) make keys, {wideners} dequantise, {num_stages} latent and {rope_stages} rope"
