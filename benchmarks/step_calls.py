@@ -95,7 +95,8 @@ def count_step() -> Calls:
     return calls
 
 
-PROMPTS = ("source, paged", "computed, paged", "kept, paged", "computed, forward", "kept, forward")
+WAYS = ("paged", "forward", "sdpa")
+PROMPTS = ("source, paged", *(f"{keys}, {way}" for way in WAYS for keys in ("computed", "kept")))
 
 
 @torch.inference_mode()
@@ -104,7 +105,7 @@ def count_prompt(which: str, layers: int) -> Calls:
 
     Args:
         which: of ``PROMPTS``: the source, or layout latent with rotary keys computed or kept; by ``forward_batch``, or
-            by ``forward`` and its named backend over a new cache.
+            by ``forward`` over a new cache, where a backend attends that is asked for by name, or SDPA.
         layers: of the model.
     """
     (name, way), ids = which.split(", "), torch.arange(3, 19)
@@ -113,7 +114,7 @@ def count_prompt(which: str, layers: int) -> Calls:
         if name != "source":
             config = converted_config(config, layout="latent", kv_lora_rank=32, qk_rope_head_dim=16)
             config = config.with_options(rotary_key_cache={"computed": "none", "kept": "bfloat16"}[name])
-            config = config.with_options(attention_backend="mla_reference")
+            config = config.with_options(attention_backend=None if way == "sdpa" else "mla_reference")
         model = random_model(config, "cpu", torch.float32)
     if name == "source":
         model.set_attn_implementation("mha2mla")

@@ -119,6 +119,7 @@ class LatentCache(Cache):
     Attributes:
         padding_is_left: whether the last attention mask that the host looked at was zeros, then ones
             (:class:`VisibleTokens`). Steps whose mask the host does not look at go by it.
+        hides_nothing: whether the last step had no attention mask, or one that the host looked at and that shows all.
         captured: recorded decode steps over the pages, which ``generate`` replays (``captured.py``); None: none are.
         planner: keeps plans of the decode op for the pages ``planned_for``: batch size, pages per sequence, dtype and
             device.
@@ -135,7 +136,7 @@ class LatentCache(Cache):
         if max_cache_len is not None and max_cache_len < 1:
             raise ValueError(f"max_cache_len is {max_cache_len}; expected None or a positive number of tokens")
         self.page_size = page_size
-        self.padding_is_left = True
+        self.padding_is_left, self.hides_nothing = True, False
         self.captured: Any = None
         self.planner, self.planned_for = StepPlanner(), None
         # Under a window of the user's a mask of the expanded form would be as large as queries times keys.
@@ -248,13 +249,15 @@ class LatentCache(Cache):
         batch, query_length = shape
         padded = is_padding_mask(attention_mask)
         shown, starts, obeys = None, None, attention_mask is None
+        self.hides_nothing = obeys
         if padded:
             obeys = self.padding_is_left and query_length <= MAX_DECODE_QUERY_LENGTH
             if host_may_look(attention_mask, query_length):
                 shown = visible_tokens(attention_mask, self.get_seq_length() + query_length)
-                found = torch.stack((are_side_by_side(shown), are_to_the_end(shown)))
-                side_by_side, to_the_end, *starts = torch.cat((found, shown.starts)).tolist()
-                self.padding_is_left = bool(to_the_end)
+                all_shown = (shown.counts == shown.length).all()
+                found = torch.stack((are_side_by_side(shown), are_to_the_end(shown), all_shown))
+                side_by_side, to_the_end, all_shown, *starts = torch.cat((found, shown.starts)).tolist()
+                self.padding_is_left, self.hides_nothing = bool(to_the_end), bool(all_shown)
                 # A prompt's last logits are looked at, also those of padding.
                 obeys = bool(to_the_end if self.is_empty else side_by_side)
         if query_length > MAX_DECODE_QUERY_LENGTH and is_recorded(position_ids.device):

@@ -310,11 +310,12 @@ def run_base_model(
 ) -> BaseModelOutputWithPast:
     """``model(...)`` of a converted model's base model, by ``decoder`` where that is the same but for rounding.
 
-    It is where backends attend in all layers, the decoder serves, nothing is differentiated or compiled, and no
-    ``options`` ask for more than the last hidden state.
+    It is where backends attend in all layers, or none needs a mask, the decoder serves, nothing is differentiated or
+    compiled, and no ``options`` ask for more than the last hidden state.
     """
-    config, plain = model.config, decoder is not None and mla_step is not None and None not in mla_step.plans
+    config, plain = model.config, decoder is not None and mla_step is not None
     plain = plain and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+    plain = plain and (None not in mla_step.plans or _needs_no_mask(config, mla_step, options.get("attention_mask")))
     plain = plain and not (
         getattr(config, "output_hidden_states", False) or getattr(config, "output_attentions", False)
     )
@@ -338,6 +339,14 @@ def run_base_model(
         mla_step=mla_step,
         **options,
     )
+
+
+def _needs_no_mask(config: Any, step: AttentionStep, attention_mask: Any) -> bool:
+    """True where SDPA attends causally to the new tokens alone, of a family without windows: transformers makes no
+    mask then."""
+    if attention_mask is not None or config._attn_implementation != "sdpa":
+        return False
+    return getattr(config, "sliding_window", None) is None and step.layers[0].is_empty
 
 
 def run_source_model(decoder: FusedDecoder | None, input_ids: Tensor, step: AttentionStep) -> Tensor | None:

@@ -380,6 +380,8 @@ class MHA2MLAForCausalLM(
                 latent.serve_by(self.config.attention_backend)
                 weights = "mla_attentions" in options
                 step = latent.step(self.model.layers, attention_mask, position_ids, shape, weights)
+                if step is not None and latent.is_empty and latent.hides_nothing:
+                    attention_mask = None  # the base model would find so by another look
                 is_static = latent.is_compileable and not latent.is_empty
                 if (
                     step is not None
