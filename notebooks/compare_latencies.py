@@ -48,6 +48,10 @@ from mha2mla.trial_models import fetch_smollm2, tiny_checkpoint
 transformers.utils.logging.disable_progress_bar()
 MODEL = os.environ.get("MHA2MLA_NOTEBOOK_MODEL")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cuda":
+    import tilelang
+
+    tilelang.set_log_level("WARNING")  # no line for each kernel that is compiled
 BATCH_SIZES = [1, 16, 64] if DEVICE == "cuda" else [1, 4]
 SEQLENS = [1024, 4096] if DEVICE == "cuda" else [64, 256]
 CALIBRATED = 8192 if DEVICE == "cuda" else 512  # tokens of a sequence

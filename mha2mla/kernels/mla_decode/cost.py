@@ -27,8 +27,7 @@ TILE, EXCHANGE, PIECE, KEY_PIECE, KEY_PRODUCT, PRODUCT, PORTABLE = 1200, 350, 60
 CALL_BYTES = 200e6  # latents of the calls that kept_key_bits compares
 CHEAP_SHARE = 0.13  # bytes of keys over those of latents, up to which keys are kept for any gain
 FAR_OVER_LEAST = 2.2  # beyond that share: times the least that computing takes
-CHEAP_GAIN, GAIN = 1.03, 1.08  # times that computing must take of keeping: up to that share, beyond it
-AUTO_TAKES_8_BITS = False  # until kernels over keys in 8 bits are measured, "auto" does not choose them
+CHEAP_GAIN, GAIN = 1.03, 1.08  # times that computing must take of keeping: in 16 bits up to that share, else
 
 
 def _chain(shape: DecodeShape, choice: KernelChoice, has_rope_cache: bool) -> float:
@@ -79,9 +78,10 @@ def kept_key_bits(layers: tuple[MLAGeometry, ...]) -> int:
     8, or 0, not at all.
 
     Keys that take at most 13 % of the latents' bytes in 16 bits are kept where computing takes more than 1.03 times
-    what keeping takes on an H200: in 16 bits if these take no more, else in 8, scales included. Others are kept in 16
-    bits where computing takes more than 1.08 times that and 2.2 times what bytes and products need at least. Where no
-    kernel computes keys, and for codes, whose times are not modelled, the bytes of 16 alone decide.
+    what keeping takes on an H200; in 8 bits, if only these and their scales take no more, where it takes more than 1.08
+    times that. Others are kept in 16 bits where it takes more than 1.08 times what keeping takes, and 2.2 times what
+    bytes and products need at least. Where no kernel computes keys, and for codes, whose times are not modelled, the
+    bytes of 16 alone decide.
     """
     latents = sum(2 * layer.kv_lora_rank for layer in layers)
     stored = [layer.with_stored_keys for layer in layers]
@@ -100,8 +100,8 @@ def kept_key_bits(layers: tuple[MLAGeometry, ...]) -> int:
     )
     if is_cheap(stored):
         return 16 * (computed > CHEAP_GAIN * kept)
-    if AUTO_TAKES_8_BITS and not any(refusal(shape, key_codes=True) for shape in shapes):
+    if not any(refusal(shape, key_codes=True) for shape in shapes):
         coded = [layer.with_key_codes for layer in layers]
-        if is_cheap(coded) and computed > CHEAP_GAIN * sum(decode_seconds(layer, tokens) for layer in coded):
+        if is_cheap(coded) and computed > GAIN * sum(decode_seconds(layer, tokens) for layer in coded):
             return 8
     return 16 * (computed > max(FAR_OVER_LEAST * least, GAIN * kept))

@@ -91,7 +91,8 @@ def append_parts(s: AppendShape, block_tokens: int, threads: int, on_cpu: bool =
     key_vectors, query_vectors = block_tokens * num_rope_heads * half_vectors, block_tokens * heads * half_vectors
 
     lanes = 1 if on_cpu else 32
-    key_rounds = -(-half_vectors // lanes) if codes else 0
+    has_codes = bool(codes)  # TileLang warns of a string as a condition
+    key_rounds = -(-half_vectors // lanes) if has_codes else 0
 
     def thread():
         return 0 if on_cpu else T.get_thread_binding()
@@ -166,7 +167,7 @@ def append_parts(s: AppendShape, block_tokens: int, threads: int, on_cpu: bool =
             "wide": T.alloc_local([key_rounds * 2 * pairs], accum),
             "most": T.alloc_local([2], accum),
             "scale": T.alloc_local([1], accum),
-        } if codes else {}  # fmt: skip
+        } if has_codes else {}  # fmt: skip
         return of_codes | {
             "cos": machine.alloc_shared([block_tokens, num_tables, half], accum),
             "sin": machine.alloc_shared([block_tokens, num_tables, half], accum),
@@ -205,12 +206,12 @@ def append_parts(s: AppendShape, block_tokens: int, threads: int, on_cpu: bool =
                 i, c = e // row_vectors, e % row_vectors * row_vector
                 for v in T.vectorized(row_vector):
                     call.row_cache[m.slot[i] // page_size, m.slot[i] % page_size, c + v] = call.rows[t0 + i, c + v]
-        if codes:
+        if has_codes:
             for r in T.serial(rounds(block_tokens * lanes)):
                 i = (r * threads + thread()) // lanes
                 if (i < block_tokens) & (m.slot[T.min(i, block_tokens - 1)] >= 0):
                     write_codes(call, m, t0, i, thread() % lanes)
-        for r in T.serial(0 if codes else rounds(key_vectors)):
+        for r in T.serial(0 if has_codes else rounds(key_vectors)):
             e = r * threads + thread()
             if (e < key_vectors) & (m.slot[T.min(e // (groups * half_vectors), block_tokens - 1)] >= 0):
                 i, g, p = e // (groups * half_vectors), e // half_vectors % groups, e % half_vectors * pairs

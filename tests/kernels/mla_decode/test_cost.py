@@ -73,48 +73,29 @@ def test_the_faster_way_is_taken_of_those_measured():
 
 
 @pytest.mark.parametrize(
-    ("heads", "d_c", "d_r", "kept"),
+    ("heads", "d_c", "d_r", "bits"),
     [
-        (32, 512, 64, True),  # an eighth of the bytes
-        (32, 1024, 128, True),  # computed by latent_portable
-        (40, 448, 128, True),  # two tiles of heads, each of which makes all keys
-        (28, 512, 128, True),
-        (24, 640, 64, False),  # a tenth of the bytes, for 2.8 % of the time
-        (32, 384, 64, False),  # 1.6 times the least
-        (9, 192, 128, False),  # as fast in three fifths of the bytes
-        (9, 72, 128, True),  # 4 times the least
+        (32, 512, 64, 16),  # an eighth of the bytes
+        (32, 1024, 128, 16),  # computed by latent_portable
+        (40, 448, 128, 16),  # two tiles of heads, each of which makes all keys; 8 bits take 14.7 % of the bytes
+        (28, 512, 128, 8),  # 8 bits and scales take 12.9 %
+        (24, 640, 64, 0),  # a tenth of the bytes, for 2.8 % of the time
+        (32, 384, 64, 0),  # 1.6 times the least; 8 bits gain 7 %
+        (9, 192, 128, 0),  # as fast in three fifths of the bytes
+        (9, 72, 128, 16),  # 4 times the least
     ],
 )
-def test_keys_are_kept_where_computing_them_is_slow(heads, d_c, d_r, kept):
+def test_keys_are_kept_where_computing_them_is_slow(heads, d_c, d_r, bits):
     layer = MLAGeometry(heads, 1, d_c, d_r, rope_from_latent=True)
-    assert kept_key_bits((layer,)) == kept_key_bits((layer, layer)) == 16 * kept
+    assert kept_key_bits((layer,)) == kept_key_bits((layer, layer)) == bits
     tokens = int(100e6 / d_c)
     assert decode_seconds(layer, tokens) > least_seconds(layer, tokens) > 0
 
 
-@pytest.mark.parametrize(
-    ("heads", "d_c", "d_r", "bits"),
-    [
-        (32, 512, 64, 16),  # 16 bits take no more than 13 %
-        (28, 512, 128, 8),  # 8 bits and scales take 12.9 %
-        (32, 384, 64, 8),
-        (40, 448, 128, 16),  # 8 bits take 14.7 %, and computing 4 times the least
-        (24, 640, 64, 0),
-        (9, 192, 128, 0),
-    ],
-)
-def test_keys_are_kept_in_8_bits_where_16_cost_much(heads, d_c, d_r, bits, monkeypatch):
-    """Once the constant says that such kernels were measured; not before."""
-    layer = MLAGeometry(heads, 1, d_c, d_r, rope_from_latent=True)
-    assert kept_key_bits((layer,)) in (0, 16)
-    rule = kept_key_bits.__wrapped__
-    monkeypatch.setitem(rule.__globals__, "AUTO_TAKES_8_BITS", True)
-    assert rule((layer,)) == bits
-
-
 def test_layers_decide_together():
     slow, fast = (MLAGeometry(*sizes, rope_from_latent=True) for sizes in ((40, 1, 448, 128), (28, 1, 384, 64)))
-    assert kept_key_bits((slow, slow, slow, fast)) and not kept_key_bits((slow, *[fast] * 6))
+    assert kept_key_bits((slow, slow, slow, fast)) == 16 and kept_key_bits((slow, *[fast] * 6)) == 8
+    assert not kept_key_bits((slow, *[fast] * 60))
 
 
 def test_bytes_decide_without_a_kernel_of_16_bits():
