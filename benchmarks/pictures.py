@@ -18,7 +18,7 @@ from mha2mla.eval.plotting import Curve, Panel, Picture
 ROOT = Path(__file__).resolve().parents[1]
 LAYOUTS = {"latent": ("ours", "line"), "shared": ("other", "line"), "per-group": ("other", "dashed")}
 SHARE = "share of the source's 16-bit KV cache bytes"
-SMOLLM2 = "SmolLM2-135M-Instruct, worst of three texts; 1 = no loss."
+SMOLLM2 = "SmolLM2-135M-Instruct, worst of three texts."
 
 
 def recorded(name: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The whole way in one log: convert a checkpoint, serve it by vLLM's OpenAI server, chat through the OpenAI client.
 
-    python benchmarks/vllm_chat.py path/to/SmolLM2-135M-Instruct --log docs/vllm-chat.txt
+    python benchmarks/vllm_chat.py path/to/SmolLM2-135M-Instruct --log docs/notes/vllm-chat.txt
 
 Commands are run in an empty folder, with the source linked into it by its name, so the log has no paths of the machine.
 Needs vLLM and openai (docs/serving.md); run from a clone.

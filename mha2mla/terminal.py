@@ -27,10 +27,14 @@ def announce(*lines: str) -> None:
 
 
 class _Lines:
-    """Standard error without carriage returns: every state of a bar is a line."""
+    """Standard error without carriage returns: every state of a bar is a line, once."""
+
+    def __init__(self) -> None:
+        self._last = ""
 
     def write(self, text: str) -> None:
-        if line := text.strip():
+        if (line := text.strip()) and line != self._last:
+            self._last = line
             sys.stderr.write(line + "\n")
 
     def flush(self) -> None:

@@ -21,7 +21,7 @@ CACHES: Mapping[str, tuple[str, Any, Any]] = {
     "latent codes": ("", "other", "dashed"),
 }
 SIMULATED = ("source", "latent")  # how the names of caches begin that eval quality measures beside the model's own
-RATIO = "perplexity ÷ source's"
+RATIO = "perplexity ratio (1 = no loss)"
 # Key of a layer's row → what it is an error of; curves are named by the part before the comma.
 LAYER_COLUMNS = {
     "score_error": "scores",

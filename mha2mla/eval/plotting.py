@@ -37,6 +37,7 @@ _FONT = "system-ui, -apple-system, 'Segoe UI', 'Noto Sans', 'DejaVu Sans', sans-
 _LINES = {"line": "-", "dashed": (0, (4, 2)), "points": "none"}
 _RATIO_IS_LOG = 3.0  # perplexity ratios above it need a logarithmic axis
 _PALETTE = 64
+LABEL_MARGIN = 4  # pixels between the y axis and a label
 Point = tuple[float, float]
 
 
@@ -258,6 +259,9 @@ def _draw(picture: Picture) -> Any:
             )
         figure.draw_without_rendering()  # now pixels are known
         for axes, found in labels:
+            if _place_left_labels(axes, found):
+                figure.draw_without_rendering()  # they leave the axes more room
+        for axes, found in labels:
             _spread(axes, found)
     return figure
 
@@ -290,9 +294,6 @@ def _draw_panel(axes: Any, panel: Panel, row: Sequence[Panel], shows_unit: bool)
         values = [point[which] for each in panels for curve in each.curves for point in each.drawn(curve)]
         if values:
             _set_scale(axes, axis, scale, values)
-    if panel.labels == "left":
-        low, high = axes.get_xlim()
-        axes.set_xlim(low / 1.6 if axes.get_xscale() == "log" else low - 0.18 * (high - low))
     return labels
 
 
@@ -320,6 +321,39 @@ def _set_scale(axes: Any, axis: str, scale: str, values: Sequence[float]) -> Non
     elif axis == "x":
         part.get_major_locator().set_params(integer=all(float(value).is_integer() for value in values), nbins=4)
         part.set_major_formatter(lambda value, _: tick_label(value))
+
+
+def _place_left_labels(axes: Any, labels: Sequence[Any]) -> bool:
+    """Makes room between the y axis and labels to the left of their points. Returns whether one was there.
+
+    A label that then covers another curve moves to the right of its point.
+    """
+    start, left = axes.get_xlim()[0], [label for label in labels if label.get_ha() == "right"]
+    if not left:
+        return False
+    _make_room(axes, left)
+    for line, label in zip(axes.lines, labels, strict=True):
+        box = label.get_window_extent()
+        others = [other.get_path().transformed(other.get_transform()) for other in axes.lines if other is not line]
+        if label in left and any(path.intersects_bbox(box, filled=False) for path in others):
+            label.set(ha="left", va="bottom")
+            label.xyann = (-label.xyann[0], 0)
+            left.remove(label)
+    axes.set_xlim(left=start)
+    _make_room(axes, left)
+    return True
+
+
+def _make_room(axes: Any, labels: Sequence[Any]) -> None:
+    """Lowers the start of x until these labels, which end at their points, are inside the axes."""
+    low, high = axes.transScale.transform([(x, 1.0) for x in axes.get_xlim()])[:, 0]
+    starts = [low]
+    for label in labels:
+        x = axes.transScale.transform(label.xy)[0]
+        width = axes.transData.transform(label.xy)[0] - label.get_window_extent().x0 + LABEL_MARGIN
+        share = width / axes.bbox.width  # of the axes, that must lie to the left of the point
+        starts.append((x - share * high) / (1 - share))
+    axes.set_xlim(left=axes.transScale.inverted().transform((min(starts), 0.0))[0])
 
 
 def _spread(axes: Any, labels: Sequence[Any]) -> None:

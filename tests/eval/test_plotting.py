@@ -52,6 +52,18 @@ def test_logarithmic_panels_leave_out_zero_and_less():
     assert axes.get_ylim()[0] > 1
 
 
+def test_left_labels_are_inside_the_axes_and_cover_no_other_curve():
+    near = [Curve("latent codes", [(0.16, 1.113), (0.28, 1.108)]), Curve("converted", [(0.5, 1.11)])]
+    far = Curve("source, quantised KV cache", [(0.49, 1.0), (1.0, 1.0)])
+    for scales in (("log2", "ratio"), ("linear", "ratio")):
+        figure = plotting._draw(Picture("", [Panel("", "bytes", "ratio", [*near, far], scales, labels="left")]))
+        (axes,), (codes, converted, source) = figure.axes, figure.axes[0].texts
+        assert all(label.get_window_extent().x0 > axes.bbox.x0 for label in (codes, converted, source))
+        assert codes.get_ha() == source.get_ha() == "right"
+        points = [axes.transData.transform(point) for curve in (*near, far) for point in curve.points]
+        assert not any(label.get_window_extent().contains(*point) for label in axes.texts for point in points)
+
+
 def test_svg_has_a_dark_rule_for_every_colour_drawn():
     rules = plotting.dark_style()
     drawn = set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", _picture().svg()))

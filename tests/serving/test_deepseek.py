@@ -8,8 +8,9 @@ from safetensors.torch import load_file
 from torch.nn.functional import embedding, linear, silu
 from transformers import AutoModelForCausalLM
 
+from benchmarks.stock_transformers import answers
 from mha2mla.modeling import MHA2MLAForCausalLM
-from mha2mla.serving.deepseek import GUARD, place_frequencies, refusals
+from mha2mla.serving.deepseek import ENGINES, GUARD, place_frequencies, refusals
 from mha2mla.serving.export import export
 from tests.conversion import tiny
 from tests.modeling.models import TOLERANCE, mla_config, randomise, relative_error, source_config, tokens
@@ -137,6 +138,18 @@ def test_engines_bfloat16_folder_adds_rounding_of_weights(name, tmp_path):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", LIKE)
+def test_transformers_classes_give_the_same_tokens(name, engine, tmp_path):
+    torch.manual_seed(0)
+    model, prompts = model_like(name), [*tokens(8, 24), *tokens(8, 40)]
+    own = [model.generate(ids[None], max_new_tokens=12, do_sample=False, pad_token_id=0) for ids in prompts]
+    prompts = [ids.tolist() for ids in prompts]
+    found = answers(str(exported(tmp_path, model, engine)), engine != "transformers", prompts, 12)
+    assert found == [ids[0, len(prompt) :].tolist() for ids, prompt in zip(own, prompts, strict=True)]
+
+
+@torch.no_grad()
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
 def test_scaled_norm_is_an_identity_for_any_row(dtype, bound, tmp_path):
     """The largest latent of a normed row has a mean square of 2^-14 to 1 times 1e-6 eps, and comes back as it was."""
@@ -173,8 +186,9 @@ def test_rorope_conversions_are_exported_for_engines(selection, rope, tmp_path):
     assert relative_error(engine_logits(folder, ids, torch.float32), model(ids).logits) < TOLERANCE
 
 
-def test_vllm_and_sglang_get_the_same_tensors(tmp_path):
-    model = model_like("smollm2")
+@pytest.mark.parametrize("name", LIKE)
+def test_vllm_and_sglang_get_the_same_tensors(name, tmp_path):
+    model = model_like(name)
     ours = [read_folder(exported(tmp_path, model, engine)) for engine in ("vllm", "sglang")]
     assert ours[0][0] == ours[1][0] and ours[0][1].keys() == ours[1][1].keys()
     assert all(torch.equal(ours[0][1][name], ours[1][1][name]) for name in ours[0][1])
