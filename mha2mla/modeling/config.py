@@ -13,7 +13,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import DynamicCache, PreTrainedConfig
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernels import kept_key_bits
+from mha2mla.kernels import keeps_keys
 from mha2mla.modeling import configuration_mha2mla
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.configuration_mha2mla import PER_LAYER
@@ -116,7 +116,7 @@ def rotary_key_bits(config: MHA2MLAConfig) -> int:
     """Bits in which a cache of the package keeps the rotary keys of a checkpoint whose layout caches the latent alone:
     16 stands for the model's dtype, 8 for e4m3 and a scale a token, 0 for keys that are computed.
 
-    ``rotary_key_cache`` decides, "auto" by :func:`mha2mla.kernels.kept_key_bits`. The rule asks for no
+    ``rotary_key_cache`` decides, "auto" by :func:`mha2mla.kernels.keeps_keys`. The rule asks for no
     device, since every geometry whose keys a kernel computes has one that reads them.
 
     Raises:
@@ -127,7 +127,7 @@ def rotary_key_bits(config: MHA2MLAConfig) -> int:
         return 16 if config.rope_from_latent and mode == "bfloat16" else 0
     layers = tuple(config.layer_geometry(index) for index in range(config.num_hidden_layers))
     if mode == "auto":
-        return kept_key_bits(layers)
+        return 16 * keeps_keys(layers)
     if any(layer.has_codes for layer in layers):
         raise ValueError(
             f"rotary_key_cache is 'float8' with latent_bits={config.latent_bits}; expected 'none', 'bfloat16' or"

@@ -24,10 +24,10 @@ FIXED, DIRTY_BYTES = 5e-6, 65e6  # a call's, whatever it reads: seconds, and byt
 TILE, EXCHANGE, PIECE, KEY_PIECE, KEY_PRODUCT, PRODUCT, PORTABLE = 1200, 350, 60, 250, 48, 25, 57
 
 
-CALL_BYTES = 200e6  # latents of the calls that kept_key_bits compares
+CALL_BYTES = 200e6  # latents of the calls that keeps_keys compares
 CHEAP_SHARE = 0.13  # bytes of keys over those of latents, up to which keys are kept for any gain
 FAR_OVER_LEAST = 2.2  # beyond that share: times the least that computing takes
-CHEAP_GAIN, GAIN = 1.03, 1.08  # times that computing must take of keeping: in 16 bits up to that share, else
+CHEAP_GAIN, GAIN = 1.03, 1.08  # times that computing must take of keeping: up to that share, beyond it
 
 
 def _chain(shape: DecodeShape, choice: KernelChoice, has_rope_cache: bool) -> float:
@@ -73,35 +73,29 @@ def least_seconds(geometry: MLAGeometry, tokens: int) -> float:
 
 
 @lru_cache(maxsize=64)
-def kept_key_bits(layers: tuple[MLAGeometry, ...]) -> int:
-    """Bits in which layers that cache the latent alone should keep their rotary keys beside it, one answer for all: 16,
-    8, or 0, not at all.
+def keeps_keys(layers: tuple[MLAGeometry, ...]) -> bool:
+    """True where layers that cache the latent alone should keep their rotary keys beside it, one answer for all.
 
-    Keys that take at most 13 % of the latents' bytes in 16 bits are kept where computing takes more than 1.03 times
-    what keeping takes on an H200; in 8 bits, if only these and their scales take no more, where it takes more than 1.08
-    times that. Others are kept in 16 bits where it takes more than 1.08 times what keeping takes, and 2.2 times what
-    bytes and products need at least. Where no kernel computes keys, and for codes, whose times are not modelled, the
-    bytes of 16 alone decide.
+    Keys that take at most 13 % of the latents' bytes are kept where computing takes more than 1.03 times what keeping
+    them in 16 bits takes on an H200; others where it takes more than 1.08 times that and 2.2 times what bytes and
+    products need at least. Where no kernel computes keys, and for codes, whose times are not modelled, the bytes alone
+    decide. 8 bits change predictions, so they are never the answer.
     """
+    keys = sum(2 * layer.qk_rope_head_dim for layer in layers)
     latents = sum(2 * layer.kv_lora_rank for layer in layers)
-    stored = [layer.with_stored_keys for layer in layers]
-
-    def is_cheap(kept: list[MLAGeometry]) -> bool:
-        of_keys, alone = (sum(layer.cache_bytes_per_token(2) for layer in each) for each in (kept, layers))
-        return of_keys - alone <= CHEAP_SHARE * latents
-
-    shapes = [DecodeShape.of(layer, TILE_TOKENS, "bfloat16") for layer in layers]
+    is_cheap = keys <= CHEAP_SHARE * latents
+    shapes = (DecodeShape.of(layer, TILE_TOKENS, "bfloat16") for layer in layers)
     if any(layer.has_codes for layer in layers) or any(refusal(shape, has_rope_cache=False) for shape in shapes):
-        return 16 * is_cheap(stored)
+        return is_cheap
     tokens = int(CALL_BYTES * len(layers) / latents)
     computed, kept, least = (
         sum(seconds(layer, tokens) for layer in each)
-        for seconds, each in ((decode_seconds, layers), (decode_seconds, stored), (least_seconds, layers))
+        for seconds, each in (
+            (decode_seconds, layers),
+            (decode_seconds, [layer.with_stored_keys for layer in layers]),
+            (least_seconds, layers),
+        )
     )
-    if is_cheap(stored):
-        return 16 * (computed > CHEAP_GAIN * kept)
-    if not any(refusal(shape, key_codes=True) for shape in shapes):
-        coded = [layer.with_key_codes for layer in layers]
-        if is_cheap(coded) and computed > GAIN * sum(decode_seconds(layer, tokens) for layer in coded):
-            return 8
-    return 16 * (computed > max(FAR_OVER_LEAST * least, GAIN * kept))
+    if is_cheap:
+        return computed > CHEAP_GAIN * kept
+    return computed > max(FAR_OVER_LEAST * least, GAIN * kept)
