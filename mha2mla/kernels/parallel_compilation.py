@@ -145,9 +145,7 @@ def compile_listed(run: Callable[[], Any]) -> tuple[int, int]:
             why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             warnings.warn(f"kernels are compiled by their first launches, one after another: {why}", stacklevel=3)
             return 0, 1
-        with _one_at_a_time(
-            note("lock")
-        ):  # ranks of a model, or programs started side by side, share what one compiles
+        with _one_at_a_time(note("lock")):  # ranks of a model, or programs side by side, share what one compiles
             missing = [kernel for kernel in dict.fromkeys(kernels) if not note(kernel.digest).exists()]
             if not missing or not tilelang.env.is_cache_enabled():
                 return len(missing), len(missing)
