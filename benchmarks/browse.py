@@ -2,6 +2,7 @@
 
     python benchmarks/browse.py report.html --shots shots        # Debian's package chromium, or CHROMIUM=path
     python benchmarks/browse.py --docs                           # the screenshots docs/*.png; needs the extra `docs`
+    python benchmarks/browse.py --notebooks                      # those of the saved notebooks alone; needs no browser
 
 Prints a line for each page and exits with 1 if a page logged a message, asked for another file, or is wider than the
 window. ``--height`` cuts the screenshots.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import io
 import itertools
 import json
 import os
@@ -26,6 +28,8 @@ from typing import Any
 WIDTH = 1280
 ROOT = Path(__file__).resolve().parents[1]
 PLAN = "mha2mla plan llama-3-8b --gpu h100-80gb"
+# Notebook → which of its saved pictures docs/NAME.png shows, one below the other.
+NOTEBOOKS = {"compare_latencies": (0, 1), "convert_and_look_inside": (0, 2, 4), "kernel_explorer": (0, 1)}
 STYLE = """body {margin: 24px 30px; font: 14px/1.4 system-ui, sans-serif; color: #1f2328} img {max-width: 450px}
 h1, h2 {border-bottom: 1px solid #d1d9e0; padding-bottom: .3em} table {border-collapse: collapse}
 td, th {border: 1px solid #d1d9e0; padding: 6px 10px; text-align: left} a {color: #0969da; text-decoration: none}
@@ -141,6 +145,22 @@ def docs(work: Path) -> None:
             image = ROOT / "docs" / f"{name}.png"
             shoot(chromium, page.as_uri(), image, scheme, width, height)
             Image.open(image).convert("RGB").quantize(128).save(image, optimize=True)
+    notebooks()
+
+
+def notebooks() -> None:
+    """Pictures of the saved notebooks, as docs/*.png."""
+    from PIL import Image
+
+    for name, places in NOTEBOOKS.items():
+        saved = json.loads((ROOT / "notebooks" / f"{name}.ipynb").read_text(encoding="utf-8"))
+        outputs = [output.get("data", {}) for cell in saved["cells"] for output in cell.get("outputs", ())]
+        found = ["".join(data["image/png"]) for data in outputs if "image/png" in data]
+        parts = [Image.open(io.BytesIO(base64.b64decode(found[place]))).convert("RGB") for place in places]
+        page = Image.new("RGB", (max(part.width for part in parts), sum(part.height for part in parts)), "white")
+        for index, part in enumerate(parts):
+            page.paste(part, (0, sum(above.height for above in parts[:index])))
+        page.quantize(64).save(ROOT / "docs" / f"{name}.png", optimize=True)
 
 
 def _problems(events: list[dict[str, Any]], address: str) -> Iterator[str]:
@@ -162,12 +182,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("pages", nargs="*", type=Path)
     parser.add_argument("--docs", action="store_true", help="make the screenshots docs/*.png")
+    parser.add_argument("--notebooks", action="store_true", help="make those of the saved notebooks alone")
     parser.add_argument("--shots", type=Path, default=Path("shots"), help="folder of the screenshots")
     parser.add_argument("--height", type=int, help="pixels of a screenshot at most")
     options = parser.parse_args()
     if options.docs:
         with tempfile.TemporaryDirectory() as work:
             docs(Path(work))
+        return 0
+    if options.notebooks:
+        notebooks()
         return 0
     wrong = 0
     with browser() as chromium:

@@ -231,8 +231,10 @@ def _calibrated_length(config: MHA2MLAConfig, record: dict[str, Any]) -> str:
 
 
 def _cache_ratio(config: MHA2MLAConfig) -> str:
-    """Bytes cached per token over the source's in 16 bits, and with rotary keys kept, where these can be computed; in 8
-    bits too, beside 16-bit latents."""
+    """Bytes cached per token relative to the source's 16-bit KV cache.
+
+    Also with rotary keys kept where these can be computed, and kept in 8 bits beside 16-bit latents.
+    """
     layers = [config.layer_geometry(index) for index in range(config.num_hidden_layers)]
     before = 2 * sum(layer.source_cache_numel_per_token for layer in layers)
     ways = [layers] if config.has_rope_cache else [layers, [layer.with_stored_keys for layer in layers]]

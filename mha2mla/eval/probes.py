@@ -115,7 +115,7 @@ class ProbeRow:
 
     @property
     def retained(self) -> float | None:
-        """The converted model's distance from chance over the source's; None where the probe does not count."""
+        """The converted model's distance from chance, divided by the source's; None where the probe does not count."""
         return (self.converted - self.chance) / (self.source - self.chance) if self.counts else None
 
     def to_dict(self) -> dict[str, Any]:

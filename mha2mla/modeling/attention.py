@@ -133,7 +133,7 @@ class MLAAttention(modeling_mha2mla.MLAAttention):
         return rounded + (latent - latent.detach()) if torch.is_grad_enabled() else rounded
 
     def _latent_rope(self, like: Tensor) -> LatentRope:
-        """What rotary keys are made of, in the dtype of the latents ``like``."""
+        """Map and frequencies of computed rotary keys, in the dtype of the latents ``like``."""
         own = own_map(self.k_rope_proj) or affine_map(self.k_rope_proj, like)
         return LatentRope(*own, self.inv_freq[0], self.config.layer_rope_scaling(self.layer_idx))
 

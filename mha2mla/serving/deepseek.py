@@ -66,7 +66,7 @@ def refusals(config: MHA2MLAConfig, engine: Engine) -> list[str]:
     windows = {config.layer_sliding_window(index) for index in range(config.num_hidden_layers)}
     scalings = {config.layer_rope_scaling(index) for index in range(config.num_hidden_layers)}
     checks = {
-        "the layout is 'latent': they rotate a key that is cached, and compute none from the latent": (
+        "the layout is 'latent': their rotary key is cached, not computed (recipe key layout: shared)": (
             not config.has_rope_cache
         ),
         f"num_rope_heads is {sorted({g.num_rope_heads for g in geometries})}: they have one rotary key for all heads": (

@@ -54,7 +54,7 @@ def test_a_file_is_answered_and_gone_on_with(which, prompts, tmp_path, request, 
     output, report = tmp_path / "out" / "answers.jsonl", tmp_path / "report.json"
     keys = ("--output", output, "--max-new-tokens", 6, "--device", "cpu", "--max-length", 200)
     assert run("generate", folder, "--file", prompts, *keys, "--json", report) == 0
-    assert "3 answers, 0 found: 18 tokens" in capsys.readouterr().out
+    assert "3 answers, 0 of an earlier run: 18 tokens" in capsys.readouterr().out
     found = rows(output)
     assert {row["id"]: row["answer"] for row in found} == {
         number: expected(folder, text, 6) for number, text in enumerate(PROMPTS)
@@ -65,7 +65,7 @@ def test_a_file_is_answered_and_gone_on_with(which, prompts, tmp_path, request, 
 
     output.write_text("\n".join(output.read_text().splitlines()[:2]) + '\n{"prompt": "Li')  # killed while it wrote
     assert run("generate", folder, "--file", prompts, *keys) == 0
-    assert "1 answers, 2 found" in capsys.readouterr().out
+    assert "1 answers, 2 of an earlier run" in capsys.readouterr().out
     assert sorted(row["answer"] for row in rows(output)) == sorted(row["answer"] for row in found)
     assert run("generate", folder, "--file", prompts, *keys) == 0
     assert "all 3 prompts have answers" in capsys.readouterr().out

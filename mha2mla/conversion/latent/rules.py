@@ -124,7 +124,7 @@ class SvdJoint(LowRankRule):
 @register("svd-split")
 @dataclass(frozen=True)
 class SvdSplit(LowRankRule):
-    """Keys and values apart, the rank in proportion to their widths; nobody gets more than its width."""
+    """Keys and values apart, the rank in proportion to their widths; neither gets more than its width."""
 
     reads_statistics: ClassVar[bool] = False
 

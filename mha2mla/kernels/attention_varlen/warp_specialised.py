@@ -197,7 +197,7 @@ def first_step(k, thread, tiles, here, scale, memory, y, limits):
 
 @T.macro
 def store(k, memory, y, o, call):
-    """The output goes through the queries' memory, which nobody reads any more, where it fits."""
+    """The output goes through the queries' memory, which is free by now, where it fits."""
     epilogue = memory.epilogue
     for i in T.Parallel(k.rows):
         if i < epilogue[1]:

@@ -509,7 +509,7 @@ def _latent_cluster(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candid
 
 
 def _key_code_registers(*of_thread: Any) -> tuple[int, int, int] | None:
-    """As :func:`_registers`; for keys of codes 32 more than they need, where these can be had."""
+    """Registers as by :func:`_registers`; makers of keys from codes get 32 more where there are any."""
     found = (_registers(*of_thread, streaming=WIDE_STREAMING_REGISTERS, steps=steps) for steps in (8, 0))
     return next((registers for registers in found if registers is not None), None)
 

@@ -23,8 +23,8 @@ from mha2mla.kernels.split_kv import device, softmax
 from mha2mla.kernels.split_kv.choice import KernelChoice
 
 # A thread's scores go to the thread of the same number in the other CTA, which holds the same places of the tile: four
-# at a time, which the receiving CTA's barrier counts (PTX ISA, st.async). There are two places for them: nobody sends a
-# tile's scores before it has the other's of the tile before, which were sent after those of two tiles before were read.
+# at a time, which the receiving CTA's barrier counts (PTX ISA, st.async). There are two places for them: a CTA
+# sends a tile's scores once it has the other's of the tile before, sent after those of two tiles before were read.
 INLINE = """
 #include <tl_templates/cuda/common.h>
 static __device__ __forceinline__ void put(float* held, int place, float value) { held[place] = value; }

@@ -57,7 +57,7 @@ def look_at(most, x):
 
 @T.macro
 def find_scale(most, scale, on_cpu):
-    """Of a row whose elements a warp has looked at, as ``quantize_latent`` has it."""
+    """Scale of a row from the largest elements of a warp's threads, as in ``quantize_latent``."""
     if not on_cpu:
         for v in list(range(5)):
             most[0] = T.max(most[0], T.shfl_xor(most[0], 1 << v))

@@ -213,7 +213,7 @@ def make_up_projection(
                 T.pdl_sync()
                 T.pdl_trigger()
             for p in T.unroll(inner // panel):
-                for i, c in T.Parallel(rows, panel):  # behind the last token that one again: rows that nobody stores
+                for i, c in T.Parallel(rows, panel):  # rows past the last token repeat it, unstored
                     m.given[i, p * panel + c] = x[
                         T.min(t0 + i // group, tokens - 1), k * group + i % group, p * panel + c
                     ]

@@ -190,7 +190,7 @@ def make_combine_w_uv(*, heads: int, maps: int, width: int, outputs: int, dtype:
         for i in T.unroll(4):
             m.sums[i] = 0.0
         for s in T.unroll(steps):
-            for v in T.vectorized(8):  # behind the last row that one again, for sums that nobody looks at
+            for v in T.vectorized(8):  # rows past the last repeat it; their sums are not used
                 m.right[v] = m.given[T.min(lane() // 4, rows - 1), s * _STEP + lane() % 4 * 8 + v]
             multiply_step(m, s, dtype)
 

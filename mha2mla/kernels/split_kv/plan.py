@@ -156,11 +156,12 @@ def spans_of(cache_seqlens: Tensor, cache_starts: Tensor | None, capacity: int) 
 def check_spans(
     schedule: Tensor | None, splits: Tensor | None, cache_seqlens: Tensor, cache_starts: Tensor | None, capacity: int
 ) -> None:
-    """Checks the lengths of a plan for the reference, since a kernel attends over the plan's lengths and not over
-    the call's: that they are the same. On the CPU; on other devices, where nobody waits, by an assertion there.
+    """Checks for the reference that a plan has the call's lengths, since a kernel attends over the plan's.
+
+    A device other than the CPU asserts it without making the host wait.
 
     Raises:
-        ValueError: they are not.
+        ValueError: they differ.
     """
     if schedule is None or splits is None or schedule.shape[0]:
         return
