@@ -178,20 +178,20 @@ def eval_latency(
             (generate: first token, further tokens, memory, largest batch); default op and step.
         batch_sizes: sequences per call, such as 1,8; default those of 1, 8, 64 and 256 that fit.
         seqlens: cached tokens, such as 512,2048 (the default).
-        new_tokens: that generate makes.
-        random_weights: in place of checkpoints: a well-known shape with random weights, and its conversion by layout,
+        new_tokens: tokens that generate makes.
+        random_weights: a well-known shape with random weights in place of checkpoints, and its conversion by layout,
             cache_ratio and widths.
-        layout: of the converted random model; default latent.
-        cache_ratio: of the converted random model; default 0.5.
-        kv_lora_rank: of the converted random model, in place of a ratio; needs qk_rope_head_dim.
-        qk_rope_head_dim: of the converted random model; needs kv_lora_rank.
-        layers: of both random models; default the shape's.
-        preset: in place of models: the attention op at shapes for which times were published, beside these.
+        layout: layout of the converted random model; default latent.
+        cache_ratio: cache ratio of the converted random model; default 0.5.
+        kv_lora_rank: its latent width d_c, in place of a ratio; needs qk_rope_head_dim.
+        qk_rope_head_dim: its rotary width d_r; needs kv_lora_rank.
+        layers: number of layers of both random models; default the shape's.
+        preset: attention at shapes with published times, beside these times; takes no models.
         no_check: compare nothing with float64, and say so in every row.
-        dtype: of the computation; default bfloat16 on CUDA, float32 on a CPU.
+        dtype: dtype of the computation; default bfloat16 on CUDA, float32 on a CPU.
         page_size: tokens per page in the attention op.
-        layer: whose geometry the attention op has.
-        backend: of the decode op; by default it chooses itself.
+        layer: layer whose geometry the attention op has.
+        backend: backend of the decode op; by default it chooses itself.
         min_run_time: seconds of measurement per row.
     """
     record = report_file(json, "latency", source, converted)
@@ -264,7 +264,7 @@ def check_kernels(
 
     Args:
         count: geometries, each of them one compilation.
-        seed: of everything drawn; the same seed checks the same calls.
+        seed: random seed; the same seed checks the same calls.
         device: cuda or cuda:1, the default being CUDA; cpu checks the reference backend on smaller calls.
         calls: random calls and plans per geometry.
         timeout: seconds after which a launch counts as hung.
@@ -304,7 +304,7 @@ def inspect_checkpoint(
         checkpoint: folder or hub id of a converted checkpoint.
         batch: sequences that are cached together, such as 1,64; default 1.
         length: cached tokens of each, such as 4096,32768; default 4096 and as many as the model takes.
-        dtype: of model and cache, for bytes and for the choice of kernels.
+        dtype: dtype of model and cache, for bytes and for the choice of kernels.
         verify: also read all weights and compare them with the digests that the conversion recorded.
     """
     record = report_file(json, "inspection", checkpoint)
@@ -357,7 +357,7 @@ def plan(
         cache_ratio: one or several shares of the source's cache; default 0.5 0.3125 0.25 0.1875 0.125, and 0.125 in
             codes of 3 bits.
         layout: one or several; default latent.
-        latent_bits: of a cached element, 16, or 8, 4 or 3 for codes in the layout latent.
+        latent_bits: bits of a cached element: 16, or 8, 4 or 3 for codes in the layout latent.
     """
     record = report_file(json, "plan", source)
     announce(f"reading {source}")

@@ -81,11 +81,11 @@ def convert(
 
     Args:
         source: folder or hub id of an MHA/GQA checkpoint; never written to.
-        destination: folder to write; appears whole or not at all.
+        destination: folder to write, atomically.
         recipe: YAML file with recipe keys, as below.
-        dtype: of the written weights; default the source's.
+        dtype: dtype of the written weights; default the source's.
         overwrite: replace a destination that is empty or converted.
-        resume: auto goes on from the layers that a killed run of the same conversion left, never discards them.
+        resume: auto continues from the finished layers of a killed run of the same conversion; never starts anew.
     """
     record = report_file(json, "conversion", source, recipe, made=destination)
     asked = load_recipe(recipe, keys)
@@ -126,12 +126,12 @@ def heal(
     Args:
         source: folder or hub id of the MHA/GQA checkpoint; never written to.
         converted: folder or hub id of a conversion of it; never written to.
-        destination: folder to write; appears whole or not at all.
+        destination: folder to write, atomically.
         preset: quick, standard or long, for 5, 15 or 480 minutes of training, with their text, windows and batches.
         text: generated, which the source writes at temperature 1, a file, or names of texts joined by +.
-        dtype: of the written weights; default those of the conversion.
+        dtype: dtype of the written weights; default the conversion's.
         overwrite: replace a destination that is empty or converted.
-        resume: auto goes on from the last checkpoint of a killed run, never discards it.
+        resume: auto continues from the last checkpoint of a killed run; never starts anew.
         log: JSON file that has the curve of the losses so far, after every evaluation.
     """
     record = report_file(json, "healing", source, converted, made=destination)
@@ -191,15 +191,15 @@ def generate(
         file: JSON Lines with further prompts: objects with "prompt", or with "messages"; other keys go to the output.
         output: JSON Lines file that answers are added to; without it they are printed.
         chat: put prompts into the tokenizer's chat template, as messages always are.
-        max_new_tokens: of an answer, at most.
-        temperature: of the softmax; 0 takes the likeliest token.
-        top_k: only the so many likeliest tokens; 0 takes all.
+        max_new_tokens: most tokens of an answer.
+        temperature: softmax temperature; 0 takes the likeliest token.
+        top_k: sample from this many likeliest tokens; 0: from all.
         top_p: only the likeliest tokens that together have this probability.
-        min_p: only tokens at least so likely as this share of the likeliest.
+        min_p: leave out tokens with less than this share of the likeliest one's probability.
         repetition_penalty: divides the logits of tokens that occurred.
-        seed: of the first prompt; each further one has the next.
+        seed: seed of the first prompt; each further prompt has the next.
         max_sequences: prompts that run at a time.
-        max_tokens: of a step, at least as many as max-sequences.
+        max_tokens: most tokens of a step; at least max-sequences.
         max_length: tokens of a prompt with its answer; default as many as the model takes.
         overwrite: replace the answers in the output, of whatever model they are.
         key_prefix: put before the keys that an answer adds, where prompts have such keys.
@@ -282,10 +282,10 @@ def chat(
     Args:
         model: folder or hub id of a checkpoint, converted or not.
         beside: another one, such as the source, that answers the same.
-        max_new_tokens: of an answer, at most.
-        temperature: of the softmax; 0 takes the likeliest token.
+        max_new_tokens: most tokens of an answer.
+        temperature: softmax temperature; 0 takes the likeliest token.
         top_p: only the likeliest tokens that together have this probability.
-        seed: of random answers.
+        seed: seed of sampling.
         max_length: tokens of a conversation.
     """
     names = {"model": model} | ({} if beside is None else {"beside": beside})
@@ -338,7 +338,7 @@ def demo(
 ) -> int:
     """Converts a small model to a sixth of its cache, and prints bytes, loss and both models' answers.
 
-    Two and a half minutes on two quiet CPU cores, where the loss and the bytes are those of a GPU and the speed is not.
+    Two minutes on two quiet CPU cores, where the loss and the bytes are those of a GPU and the speed is not.
 
     Exit code 1 if a model's decode step failed its check against float64.
 
@@ -381,10 +381,10 @@ def export(
 
     Args:
         checkpoint: folder of a converted checkpoint; never written to.
-        destination: folder to write; appears whole or not at all.
+        destination: folder to write, atomically.
         format: deepseek-v3 for the DeepSeek-V3 classes of an engine; remote-code for this version's code and the
             weights, which trust_remote_code=True runs.
-        engine: whose classes deepseek-v3 is for; default transformers. vLLM and SGLang refuse
+        engine: program that deepseek-v3 is for; default transformers. vLLM and SGLang refuse
             a folder for transformers, and transformers one for them.
     """
     find_converted(checkpoint, "checkpoint")
@@ -418,8 +418,8 @@ def warm_up(
         checkpoint: folder or hub id, converted or not.
         batches: numbers of sequences of model.generate; default 1.
         prompt: tokens of their prompts.
-        max_sequences: of a step of mha2mla generate, or of vLLM.
-        max_tokens: of a step.
+        max_sequences: most sequences in a step of mha2mla generate or vLLM.
+        max_tokens: most tokens of a step.
     """
     find_checkpoint(checkpoint, "checkpoint")
     announce(f"listing the kernels of {checkpoint}")

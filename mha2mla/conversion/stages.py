@@ -91,7 +91,7 @@ class Stage:
     """Base of the frozen dataclasses that a recipe consists of. Annotations say what YAML and flags can give.
 
     Attributes:
-        prefix: of the stage's keys in messages and in flat recipes.
+        prefix: start of the stage's keys in messages and in flat recipes.
         checks: field → its check.
 
     Raises:
@@ -167,20 +167,20 @@ class Latent(Stage):
         centered: put the values' mean, as far as the latent loses it, into ``o_proj.bias`` (a value bias goes there
             anyway): an un-rotated key's mean is invisible to softmax. Off: no bias is created, for engines that cannot
             hold one.
-        ranks: ``"uniform"``: every layer's is the target's. ``"measured"``: layers get different ranks with the same
+        ranks: ``"uniform"``: every layer has the target's. ``"measured"``: layers get different ranks with the same
             sum, by what each loses when it alone is converted (``latent.ranks``). Or the ranks, one per layer.
         up_projections: heads of W_UK and W_UV: per ``"kv-head"``, as the source's maps are, or per
             ``"query-head"``, as DeepSeek's: the same cache and the same decode kernel, more weights and longer
             prefills, and gradient steps lose less with them. Without gradient steps the same model.
-        bits: of a cached element, in the layout ``latent``: 16 for the model's dtype, or 8, 4 or 3 for integer codes in
+        bits: bits of a cached element in the layout ``latent``: 16 for its dtype, or 8, 4 or 3 for integer codes in
             a basis that becomes part of the weights. A ``cache_ratio`` counts their bytes with scales and offsets, and
             ranks are multiples of ``group``. ``"auto"``: rank and bits of each layer together, such that the losses
             measured by ``latent.ranks`` and for codes sum to the least that the bytes of ``cache_ratio`` allow. Or bits
             beside ranks, one per layer.
         group: elements whose codes share a scale and an offset.
-        basis: to quantise in, by name or as a ``BasisRule``. ``"importance"``: F^½ rotated, F = E[g gᵀ] of gradients of
-            the predictions; ``"balanced"``: what by second order loses least; ``"components"``: principal components,
-            rotated inside groups; ``"rotation"``; ``"plain"``: none. Each is a class of ``latent.basis``.
+        basis: basis of the codes, by name or as a ``BasisRule``. ``"importance"``: F^½ rotated, F = E[g gᵀ] of
+            gradients of the predictions; ``"balanced"``: the least loss by second order; ``"components"``: principal
+            components, rotated inside groups; ``"rotation"``; ``"plain"``: none. Each is a class of ``latent.basis``.
     """
 
     prefix: ClassVar[str] = "latent."
@@ -226,10 +226,10 @@ class Fit(Stage):
         queries: turn un-rotated queries by half of their mean phase, and fit them to what the source's scores lack, by
             least squares on a sample of the calibration text: before the latent, and again on the keys that it gives
             back (``fit.closed_form``).
-        output: fit ``o_proj`` to the source attention's output, likewise.
+        output: fit ``o_proj`` to the source attention's output, by least squares too.
         steps: gradient steps that fit a layer to what the source computes, on inputs that passed the converted layers
             before it (``fit.reconstruction``); 0 for none.
-        tokens: of a step, all in windows of one length; at least the longest window's.
+        tokens: tokens of a step, all in windows of one length; at least the longest window's.
     """
 
     prefix: ClassVar[str] = "fit."
@@ -255,13 +255,13 @@ class Calibration(Stage):
     """Calibration text: which, how much of it, and in windows of which lengths.
 
     Args:
-        text: what ``calibration.texts.mixed_windows`` takes: texts by name, several of them joined by ``+``;
-            ``"generated"`` is sampled from the source model, which is loaded whole for it, ``"generated-diverse"`` too,
-            in more languages and formats. Or a ``CalibrationSource``.
-        tokens: of calibration text; every length gets the same share of them, in blocks as large as the longest window,
+        text: texts by name, joined by ``+`` (``calibration.texts.mixed_windows``). ``"generated"`` is sampled from the
+            source model, which is loaded whole for it; ``"generated-diverse"`` too, in more languages and formats. Or a
+            ``CalibrationSource``.
+        tokens: tokens of text; every length of window gets the same share, in blocks as large as the longest window,
             at least one.
-        lengths: of windows: one, several that divide the longest, or ``"auto"``: ``blocks.default_lengths``, from 512
-            tokens up to the model's context. What a model is calibrated at is what it is good at.
+        lengths: one length of windows, several that divide the longest, or ``"auto"``: ``blocks.default_lengths``, from
+            512 tokens up to the model's context. A conversion is good up to the length that it is calibrated at.
         seed: chooses the windows, and the order of the fit's batches.
     """
 

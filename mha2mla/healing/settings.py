@@ -43,25 +43,25 @@ class Settings:
 
     Attributes:
         preset: source of what is not given.
-        minutes: of training on this machine, measured before it begins; None: ``tokens`` alone.
-        tokens: to train on at most, in whole steps; None: ``minutes`` alone.
+        minutes: minutes of training on this machine, whose speed is measured first; None: ``tokens`` alone.
+        tokens: most tokens to train on, in whole steps; None: ``minutes`` alone.
         train: "attention", "lora" (adapters of attention's projections, merged at the end), or "all" weights.
         rate: learning rate.
-        latent_rate: of the maps to and from the latent; None: ``rate``.
-        lora_rank: of an adapter, whose scale is 2.
+        latent_rate: learning rate of the maps to and from the latent; None: ``rate``.
+        lora_rank: rank of an adapter, whose scale is 2.
         text_tokens: different tokens of text, at most; more training passes over them again.
         length, long_length: tokens of a window; the first divides the second.
         long_share: share of the tokens that stand in long windows.
         own_share: share of the tokens, in short windows, that the converted model writes in place of the text's.
-        batch_tokens: of an optimizer step, in whole passes; a preset's is smaller where the budget is.
-        tokens_at_once: of a forward and backward pass, in whole long windows.
+        batch_tokens: tokens of an optimizer step, in whole passes; fewer than the preset's for a small budget.
+        tokens_at_once: tokens of a forward and backward pass, in whole long windows.
         checkpointing: whether the backward pass recomputes activations; "auto" where hidden states have 2048 elements
             or more.
         compile: torch.compile makes the decoder layers and the loss; "auto" on CUDA where the backward pass
             recomputes nothing.
-        evaluations: of the held-out windows while it trains, and as many checkpoints.
+        evaluations: number of evaluations on held-out windows, and of checkpoints.
         keep: the weights with the smallest loss on held-out windows, or the last ones.
-        seed: of text, order and adapters.
+        seed: seed of text, order and adapters.
 
     Raises:
         ValueError: a value outside these, by name.

@@ -18,14 +18,14 @@ class Sampling:
     """Sampling of a request's tokens, and its end.
 
     Args:
-        max_new_tokens: at most so many.
-        temperature: of the softmax; 0: the likeliest token (greedy).
-        top_k: only the so many likeliest; 0: all.
-        top_p: only the likeliest that together have this probability (nucleus, arXiv 1904.09751).
-        min_p: only those at least so likely as this share of the likeliest (arXiv 2407.01082).
+        max_new_tokens: most tokens of the answer.
+        temperature: softmax temperature; 0: the likeliest token (greedy).
+        top_k: sample from this many likeliest tokens; 0: from all.
+        top_p: sample from the likeliest that together have this probability (nucleus, arXiv 1904.09751).
+        min_p: leave out tokens with less than this share of the likeliest one's probability (arXiv 2407.01082).
         repetition_penalty: logits of tokens that occurred are divided by it, negative ones multiplied (arXiv
             1909.05858).
-        seed: of this request alone: what runs beside it changes nothing.
+        seed: seed of this request; requests beside it change nothing.
         stop_tokens: ids that end the answer; the one that came is its last token.
 
     Raises:
