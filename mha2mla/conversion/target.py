@@ -197,22 +197,22 @@ class Target(Stage):
         if self.cache_ratio == 1.0 or budget >= 2 * key_width:
             return all_pairs, key_width if layout.has_rope_cache else 2 * key_width
         if not layout.has_rope_cache:
-            rank = self._rank(budget, 0, "nothing rotary", granule)
+            rank = self._rank(budget, 0, "", granule)
             widest = rank if bits else max(rank, min(coded, WIDEST_LATENT))
             return layout.free_width(key_width, head_dim, widest, bits != 16), rank
         if rope_share is None:
             rope_share = layout.share_of(budget, head_dim)
         rope = max(GRANULE, GRANULE * math.floor(rope_share * budget / groups / GRANULE + 0.5))
         rope = min(rope, all_pairs // 2 * 2)
-        return rope, self._rank(budget, rope * groups, f"the smallest rotary part ({groups} x {rope})", granule)
+        return rope, self._rank(budget, rope * groups, f" beside the smallest rotary part ({groups} x {rope})", granule)
 
     def _rank(self, budget: int, rotary: int, what: str, granule: int) -> int:
-        """d_c of what ``rotary`` numbers leave of a budget."""
+        """d_c of a budget less ``rotary`` elements, which ``what`` names in an error."""
         rank = (budget - rotary) // granule * granule
         if rank < granule:
             others = ", or the shared or latent layout" if LAYOUTS[self.layout].has_rope_cache else ""
             raise ValueError(
-                f"cache_ratio is {self.cache_ratio}, {budget} elements per token and layer, of which {what} leaves"
-                f" {budget - rotary} for the latent; expected {granule} or more: use a larger ratio{others}"
+                f"cache_ratio is {self.cache_ratio}, {budget} elements per token and layer, which leaves"
+                f" {budget - rotary} for the latent{what}; expected {granule} or more: use a larger ratio{others}"
             )
         return rank

@@ -150,7 +150,7 @@ def change_layout(arguments: Arguments, folder: Path, started: float) -> Convers
 
 def _check_recipe(arguments: Arguments) -> None:
     recipe = arguments.recipe
-    why = f"source {str(arguments.source)!r} is converted already; what is left is a move, without loss, to 'latent'"
+    why = f"source {str(arguments.source)!r} is converted already, and can only change to the layout latent"
     if isinstance(recipe, Recipe):
         raise ValueError(f"recipe is a {type(recipe).__name__}; expected the mapping {{'layout': 'latent'}}: {why}")
     if recipe["preset"] != AUTO:
