@@ -130,7 +130,7 @@ class MLAGeometry:
 
     @property
     def full_kv_lora_rank(self) -> int:
-        """The latent that with these rotary numbers is already everything that the source caches."""
+        """The latent that with these rotary elements is already everything that the source caches."""
         return self.source_cache_numel_per_token - self.rope_width
 
     @property

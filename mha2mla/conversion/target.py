@@ -23,7 +23,7 @@ FUSED_WIDTH = 256
 GRANULE = 8  # the kernels take latent and rotary widths in multiples of 8
 WIDEST_LATENT = 1024  # that the decode kernels read
 WIDEST_ROTARY = 128  # that they compute from the latent
-# Over 1,024 numbers they compute 64 rotary dims in 185 µs and 128 in 2,096 (docs/notes/decode.md): wider latents than
+# Over 1,024 elements they compute 64 rotary dims in 185 µs and 128 in 2,096 (docs/notes/decode.md): wider latents than
 # this get no more than 64.
 WIDEST_LATENT_OF_WIDE_ROTARY, NARROW_ROTARY = 768, 64
 WIDEST_CODES_OF_WIDE_ROTARY = 512  # the same of latents that are integer codes: wider ones have no kernel
@@ -166,7 +166,7 @@ class Target(Stage):
         full = 2 * key_width - (rope * groups if layout.has_rope_cache else 0)
         if rank > full:
             raise ValueError(
-                f"kv_lora_rank is {rank}; expected at most {full}, which with {2 * key_width - full} rotary numbers is"
+                f"kv_lora_rank is {rank}; expected at most {full}, which with {2 * key_width - full} rotary elements is"
                 " already everything that the source caches"
             )
         return MLAGeometry(

@@ -68,8 +68,8 @@ CAPACITY_COLUMNS = {
     "kernel": "decode kernel",
     "step_ms_1": "step, ms, batch 1",
     "step_ms_largest": "step, ms, largest batch",
-    "step_ms_by_d_r": "there by d_r",
-    "tokens_per_s": "tokens/s there",
+    "step_ms_by_d_r": "the same by d_r",
+    "tokens_per_s": "tokens/s, largest batch",
     "note": "note",
 }
 LOSS_COLUMNS = {"target": "target", "loss": "this checkpoint"} | {

@@ -215,7 +215,7 @@ def test_a_ratio_is_never_exceeded_and_nearly_reached(layout, keys):
         ("per-group", None, None, 0.05, "leaves -5 for the latent"),
         ("per-group", None, None, 0.08, "leaves 6 for the latent"),
         ("latent", 8, 194, None, "qk_rope_head_dim is 194; expected at most 192"),
-        ("latent", 392, 16, None, "kv_lora_rank is 392; expected at most 384, which with 0 rotary numbers"),
+        ("latent", 392, 16, None, "kv_lora_rank is 392; expected at most 384, which with 0 rotary elements"),
         ("latent", None, None, 0.02, "leaves 7 for the latent"),
     ],
 )
