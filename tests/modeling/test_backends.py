@@ -18,7 +18,7 @@ from tests.few import few
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 STORED, LATENT = MLAGeometry(6, 2, 16, 8, 8, 16, 2), MLAGeometry(6, 1, 16, 8, 8, 16, 2, rope_from_latent=True)
 CODES = replace(LATENT, latent_bits=4)
-PAGE, PAGES = 16, 13
+PAGE, PAGES = 16, 19
 CASES = [
     (ATTENTION_BACKENDS.get(name), geometry)
     for name, geometry in (
