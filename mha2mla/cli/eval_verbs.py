@@ -81,10 +81,13 @@ def eval_quality(
     )
     found = measured.to_dict()
     fields = {"source": source, "converted": converted, **found}
-    note = f"{measured.dtype}; "
+    note = f"{quality.NOTE}\n{measured.dtype}; "
     title, rows = f"{source} → {converted}", fields.pop("rows")
     _show(rows, quality.COLUMNS, title=title, kind="quality", json=record, note=note, **fields)
-    print_table(found["by_position"], title="by position in the longest window", columns=quality.POSITION_COLUMNS)
+    print_table(
+        found["by_position"], title="by position in the longest window", columns=quality.POSITION_COLUMNS,
+        caption=quality.POSITION_NOTE,
+    )  # fmt: skip
     for rows, title, columns in (
         (found["probes"], "probes of far context", probing.COLUMNS),
         (found["generation"], "greedy continuations", generating.COLUMNS),

@@ -54,8 +54,13 @@ POSITION_COLUMNS = {
     "first": "from token",
     "stop": "to",
     **COLUMNS,
-    "excess_over_mean": "excess ÷ window's",
+    "excess_over_mean": "excess ÷ mean",
 }
+NOTE = (
+    "bytes: of the cache, relative to the source's in 16 bits; ratio: perplexity relative to the source model"
+    " (1.00 = no loss); ±: standard error of KL"
+)
+POSITION_NOTE = "excess ÷ mean: ratio - 1 of a part, divided by that of the whole window"
 
 
 @dataclass(frozen=True)
