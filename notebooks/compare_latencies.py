@@ -67,7 +67,7 @@ RATES = {"op": "attention", "step": "decode step", "e2e": "generate"}
 # %% [markdown]
 # ## On record: one H200
 #
-# The layout `per-group` with 512 + 16 numbers a head group caches an eighth of the source's bytes. The weights are
+# The layout `per-group` with 512 + 16 elements per head group caches an eighth of the source's bytes. The weights are
 # random, so nothing is known about loss.
 
 
@@ -148,7 +148,9 @@ del model
 # %% [markdown]
 # ## Here: measure (times need a GPU)
 #
-# Whole steps and `generate` first, the op last. On a GPU a step's time is that of its CUDA graph.
+# Whole steps and `generate` first, the op last. On a GPU a step's time is that of its CUDA graph. The source's step and
+# `generate` are transformers' own. Between two models in vLLM, a small one such as SmolLM2 gains memory, not speed
+# (README).
 
 # %%
 environment = collect_environment()
