@@ -160,7 +160,7 @@ def notebooks() -> None:
         page = Image.new("RGB", (max(part.width for part in parts), sum(part.height for part in parts)), "white")
         for index, part in enumerate(parts):
             page.paste(part, (0, sum(above.height for above in parts[:index])))
-        page.quantize(64).save(ROOT / "docs" / f"{name}.png", optimize=True)
+        page.quantize(256).save(ROOT / "docs" / f"{name}.png", optimize=True)
 
 
 def _problems(events: list[dict[str, Any]], address: str) -> Iterator[str]:
