@@ -47,8 +47,8 @@ RotaryKeyCache = Annotated[
     Literal["none", "bfloat16", "float8", "auto"] | None,
     Parameter(
         help="of a converted model in layout latent: rotary keys computed when they are read (none), kept beside the"
-        " latent (bfloat16; in 8 bits: float8), or by the rule of docs/layouts-and-presets.md (auto); default its"
-        " config's."
+        " latent (bfloat16; float8: in 8 bits, which changes predictions), or by the rule of"
+        " docs/layouts-and-presets.md (auto); default its config's."
     ),
 ]
 Json = Annotated[str | None, Parameter(metavar="FILE", help="also write what is printed to this JSON file.")]

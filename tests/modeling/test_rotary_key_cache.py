@@ -20,37 +20,36 @@ def kept(model, mode: str = "bfloat16"):
     return model
 
 
+def logits_and_caches(case, form, static, bias: float, *modes: str) -> tuple[list, list]:
+    """Of left-padded beside unpadded rows by each mode, in float64; other factors on cos and sin per layer, and biases
+    of keys as large as ``bias``."""
+    model = models.mla_model(case, rope_attention_scaling=[1.3, 0.8], attention_backend=models.FORMS[form]).double()
+    model.model.layers[0].self_attn.k_rope_proj.bias.normal_(std=bias)
+    ids, mask = models.tokens(3, 29), models.left_mask(29, 0, 6, 13)
+    logits, caches = [], []
+    for mode in modes:
+        caches.append(LatentCache(kept(model, mode).config, max_cache_len=29 if static else None, page_size=16))
+        logits.append(models.logits_of_calls(model, caches[-1], ids, mask=mask)[mask.bool()])
+        assert caches[-1].nbytes == 3 * 32 * model.config.cache_bytes_per_token(8)
+    return logits, caches
+
+
 @each("case, form, static", models.LATENT_GEOMETRIES, models.FORMS, [False, True])
 @torch.no_grad()
 def test_kept_keys_give_computed_logits(case, form, static):
-    """Left-padded beside unpadded rows, in float64; other factors on cos and sin per layer; biases of keys of 145."""
-    model = models.mla_model(case, rope_attention_scaling=[1.3, 0.8], attention_backend=models.FORMS[form]).double()
-    model.model.layers[0].self_attn.k_rope_proj.bias.normal_(std=145)
-    ids, mask = models.tokens(3, 29), models.left_mask(29, 0, 6, 13)
-    found = {}
-    for mode in ("none", "bfloat16"):
-        cache = LatentCache(kept(model, mode).config, max_cache_len=29 if static else None, page_size=16)
-        found[mode] = models.logits_of_calls(model, cache, ids, mask=mask)[mask.bool()]
-        assert ("rope_cache" in cache.layers[0].tensors) == (mode == "bfloat16")
-        assert cache.nbytes == 3 * 32 * model.config.cache_bytes_per_token(8)
-    assert models.relative_error(found["bfloat16"], found["none"]) < EXACT
+    (computed, by_kept), caches = logits_and_caches(case, form, static, 145, "none", "bfloat16")
+    assert ["rope_cache" in cache.layers[0].tensors for cache in caches] == [False, True]
+    assert models.relative_error(by_kept, computed) < EXACT
 
 
 @each("case, form, static", models.LATENT_GEOMETRIES, models.FORMS, [False, True])
 @torch.no_grad()
 def test_keys_of_eight_bits_give_nearly_computed_logits(case, form, static):
-    """As above, with biases near 600, which cost the codes nothing: less error than e4m3 numbers have."""
-    model = models.mla_model(case, rope_attention_scaling=[1.3, 0.8], attention_backend=models.FORMS[form]).double()
-    model.model.layers[0].self_attn.k_rope_proj.bias.normal_(std=300)
-    ids, mask = models.tokens(3, 29), models.left_mask(29, 0, 6, 13)
-    found = {}
-    for mode in ("none", "float8"):
-        cache = LatentCache(kept(model, mode).config, max_cache_len=29 if static else None, page_size=16)
-        found[mode] = models.logits_of_calls(model, cache, ids, mask=mask)[mask.bool()]
-        assert cache.nbytes == 3 * 32 * model.config.cache_bytes_per_token(8)
-    tensors = cache.layers[0].tensors
+    """Biases near 600 cost the codes nothing: less error than e4m3 numbers have."""
+    (computed, by_kept), caches = logits_and_caches(case, form, static, 300, "none", "float8")
+    tensors = caches[-1].layers[0].tensors
     assert tensors["rope_cache"].dtype == torch.float8_e4m3fn and tensors["rope_scale"].shape == (6, 16)
-    assert EXACT < models.relative_error(found["float8"], found["none"]) < EIGHT_BITS
+    assert EXACT < models.relative_error(by_kept, computed) < EIGHT_BITS
 
 
 @torch.no_grad()

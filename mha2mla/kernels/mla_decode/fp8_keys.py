@@ -10,28 +10,24 @@ import tilelang.language as T
 from mha2mla.kernels.mla_decode import latent_ws, swap_ab_cluster, swap_ab_ws
 from mha2mla.kernels.mla_decode.fp8_products import CODES
 from mha2mla.kernels.mla_decode.latent_ws import SUMS, KeyMaker
-from mha2mla.kernels.mla_decode.selection import CODE_PANEL, KEY_TILE, DecodeShape, RopeBlocks
+from mha2mla.kernels.mla_decode.selection import KEY_TILE, DecodeShape, RopeBlocks
 from mha2mla.kernels.mla_decode.static import MLATypes
-from mha2mla.kernels.mla_decode.swap_ab_ws import BLOCK, make_streaming
+from mha2mla.kernels.mla_decode.swap_ab_ws import make_streaming
 from mha2mla.kernels.split_kv import device
 from mha2mla.kernels.split_kv.choice import KernelChoice
 
 
-class KeyCodes:
+class KeyCodes(latent_ws.CodeRing):
     """Properties of a CTA beside those of ``latent_ws``, whose warpgroups that make keys read no latents."""
 
     steps = 0
     latent_readers = property(lambda k: k.consumers)
     swizzled = ("k_ring", "codes")
     pieces = (0,)  # first columns of a tile's pieces
-    page_rows = property(lambda k: min(BLOCK, k.page_size))  # of a tile, that lie in one page
 
     def allocate(self) -> dict:
-        """``codes`` and ``given`` (their scales) as they come."""
         stages = self.choice.code_stages
         return super().allocate() | {
-            "codes": T.alloc_shared([stages, BLOCK, CODE_PANEL], CODES),
-            "given": T.alloc_shared([stages, BLOCK // self.page_rows, max(32, self.page_rows)], T.float32),
             "codes_full": T.alloc_barrier([1] * stages),
             "codes_free": T.alloc_barrier([self.rope_writers * self.key_warpgroups] * stages),
         }

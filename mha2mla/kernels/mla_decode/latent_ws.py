@@ -280,18 +280,29 @@ static __device__ __forceinline__ void write_scales(float* scales, const float* 
 """
 
 
-class CodeStatic(Static):
-    scaled, latent_writers, source = True, WARPGROUP, INLINE + INLINE_CODES
-    swizzled = ("c_ring", "k_ring", "codes")
-    pieces = property(lambda k: list(range(0, k.latent_cols, CODE_PANEL)))  # first columns of a tile's pieces
+class CodeRing:
+    """Properties of a CTA to which bulk copies bring e4m3 numbers, in pieces of a tile."""
+
     page_rows = property(lambda k: min(BLOCK, k.page_size))  # of a tile, that lie in one page
 
     def allocate(self) -> dict:
-        """Memory of ``latent_ws``; ``codes`` and ``given`` (their scales) as they come, ``scales`` of the tiles."""
+        """``codes`` and ``given`` (their scales) as they come, beside the memory of the class behind this one."""
         stages = self.choice.code_stages
         return super().allocate() | {
             "codes": T.alloc_shared([stages, BLOCK, CODE_PANEL], CODES),
             "given": T.alloc_shared([stages, BLOCK // self.page_rows, max(32, self.page_rows)], T.float32),
+        }
+
+
+class CodeStatic(CodeRing, Static):
+    scaled, latent_writers, source = True, WARPGROUP, INLINE + INLINE_CODES
+    swizzled = ("c_ring", "k_ring", "codes")
+    pieces = property(lambda k: list(range(0, k.latent_cols, CODE_PANEL)))  # first columns of a tile's pieces
+
+    def allocate(self) -> dict:
+        """The ring's memory, and ``scales`` of the tiles."""
+        stages = self.choice.code_stages
+        return super().allocate() | {
             "scales": T.alloc_shared([self.choice.num_stages, 3, BLOCK], T.float32),
             "codes_full": T.alloc_barrier([1] * stages),
             "codes_free": T.alloc_barrier([WARPGROUP] * stages),
