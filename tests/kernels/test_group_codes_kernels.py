@@ -31,8 +31,11 @@ def given(bits: int, group: int, width: int, has_centers: bool, rows: int = 20):
     return GroupQuantizer(bits, group), centers, latent, slots
 
 
-def empty_cache(quantizer: GroupQuantizer, width: int) -> torch.Tensor:
-    return torch.full((PAGES, PAGE, quantizer.bytes_per_row(width)), 171, dtype=torch.uint8)
+def empty_cache(quantizer: GroupQuantizer, width: int, behind: int = 0) -> torch.Tensor:
+    """Pages of rows, with room for something else behind those of each page: ``behind`` bytes a row."""
+    row = quantizer.bytes_per_row(width)
+    pages = torch.full((PAGES, PAGE * (row + behind)), 171, dtype=torch.uint8)
+    return pages[:, : PAGE * row].unflatten(1, (PAGE, row))
 
 
 @cache
@@ -40,12 +43,13 @@ def on_cpu(make, **static):
     return for_cpu(make(**static, page_size=PAGE, dtype="float32", on_cpu=True))
 
 
-def append_on_cpu(quantizer, centers, latent, slots):
-    width, stored = latent.shape[1], empty_cache(quantizer, latent.shape[1])
+def append_on_cpu(quantizer, centers, latent, slots, behind=0):
+    width, stored = latent.shape[1], empty_cache(quantizer, latent.shape[1], behind)
     static = {
         "width": width,
         "bits": quantizer.bits,
         "group": quantizer.group,
+        "page_words": stored.stride(0) // 4,
         "center_dtype": None if centers is None else "float32",
     }
     near = torch.full((2, width), torch.nan) if centers is None else centers
@@ -59,6 +63,21 @@ def test_appended_bytes_are_the_references(bits, group, has_centers, width):
     expected = empty_cache(quantizer, width)
     append_codes(latent, expected, slots, quantizer, centers)
     assert torch.equal(append_on_cpu(quantizer, centers, latent, slots), expected)
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_pages_may_have_something_behind_their_rows(bits):
+    quantizer, centers, latent, slots = given(bits, 32, 64, True)
+    expected = empty_cache(quantizer, 64)
+    append_codes(latent, expected, slots, quantizer, centers)
+    stored = append_on_cpu(quantizer, centers, latent, slots, behind=24)
+    assert torch.equal(stored, expected) and not stored.is_contiguous()
+    assert (stored._base[:, PAGE * stored.shape[2] :] == 171).all()
+    table = torch.tensor([3, 0, 4], dtype=torch.int32)
+    static = {"width": 64, "bits": bits, "group": 32, "center_dtype": "float32", "page_words": stored.stride(0) // 4}
+    out = torch.zeros(3, PAGE, 64)
+    on_cpu(make_read_codes, **static)(stored.view(torch.int32), table, centers, out)
+    assert torch.equal(out, read_codes(expected, table[None], 64, quantizer, centers, out.dtype))
 
 
 @pytest.mark.parametrize("has_centers", [True, False])
@@ -130,12 +149,16 @@ def test_kernels_on_a_gpu_are_the_references(bits, group, has_centers, width, dt
     latent = latent.clamp(-3e4, 3e4).to(dtype)
     expected = empty_cache(quantizer, width)
     append_codes(latent, expected, slots, quantizer, centers)
-    stored, near = empty_cache(quantizer, width).cuda(), None if centers is None else centers.cuda()
-    append_codes(latent.cuda(), stored, slots.cuda(), quantizer, near, backend="tilelang")
-    assert torch.equal(stored.cpu(), expected)
+    near = None if centers is None else centers.cuda()
+    for behind in (0, 128):
+        pages = empty_cache(quantizer, width, behind)._base.cuda()
+        stored = pages[:, : PAGE * expected.shape[2]].unflatten(1, expected.shape[1:])
+        append_codes(latent.cuda(), stored, slots.cuda(), quantizer, near, backend="tilelang")
+        assert torch.equal(stored.cpu(), expected)
     whole = quantizer.encode(torch.randn(PAGES * PAGE, width), centers).view(PAGES, PAGE, -1)
     table = torch.tensor([[3, 0, -1], [4, 3, 1]], dtype=torch.int32)
-    found = read_codes(whole.cuda(), table.cuda(), width, quantizer, near, dtype, backend="tilelang").cpu()
+    stored.copy_(whole)
+    found = read_codes(stored, table.cuda(), width, quantizer, near, dtype, backend="tilelang").cpu()
     assert torch.equal(
         found[[0, 1, 3, 4, 5]], read_codes(whole, table, width, quantizer, centers, dtype)[[0, 1, 3, 4, 5]]
     )

@@ -177,7 +177,7 @@ def append_codes(
 
     Args:
         latent: [N, d_c].
-        latent_cache: [P, page, bytes of a row] uint8, written.
+        latent_cache: [P, page, bytes of a row] uint8, written; rows of a page side by side.
         slots: [N] int32; as in :func:`mha2mla.kernels.mla_append`.
         centers: [2, d_c], or None.
         backend: "tilelang", "reference", or None: TileLang for CUDA tensors in float32, bfloat16 and float16, of whole
@@ -210,7 +210,8 @@ def _runs_compiled(
 ) -> bool:
     """True where the kernels serve a cache: rows of whole groups, which are read by words."""
     whole = quantizer.group in (32, 64) and width % quantizer.group == 0 and quantizer.scale_bits == 16
-    served = whole and latent_cache.is_contiguous() and latent_cache.data_ptr() % 8 == 0
+    page, *rows = latent_cache.stride()
+    served = whole and rows == [latent_cache.shape[2], 1] and (page | latent_cache.data_ptr()) % 8 == 0
     return runs_compiled(backend, latent_cache.device, dtype) and served
 
 

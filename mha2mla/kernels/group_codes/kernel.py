@@ -137,15 +137,24 @@ def dequantise(k, source, at, g, h, x):
         x.values[e] = k.product(x.values[e], x.scale[0]) + x.offset[0]
 
 
+def pages_of(k: CodedRow, pages, page_size: int, page_words: int | None, dtype: str):
+    """Type of a cache's coded rows [P,page,words] as numbers of ``dtype``: dense in a page, ``page_words`` words from a
+    page to the next."""
+    numbers = k.words * 4 // T.dtype(dtype).itemsize
+    stride = page_size * k.words if page_words is None else page_words
+    return T.StridedTensor([pages, page_size, numbers], [stride * numbers // k.words, numbers, 1], dtype)
+
+
 def make_read_codes(
-    *, width: int, bits: int, group: int, page_size: int, dtype: str, center_dtype: str | None, threads: int = 128,
-    on_cpu: bool = False,
+    *, width: int, bits: int, group: int, page_size: int, dtype: str, center_dtype: str | None,
+    page_words: int | None = None, threads: int = 128, on_cpu: bool = False,
 ):  # fmt: skip
     """A TileLang function ``read_codes``, a block a page of the table.
 
     Args:
         width, bits, group: of a coded row; ``group`` divides ``width``.
         page_size: rows of a page.
+        page_words: from a page to the next; None: those of its rows.
         dtype: of the dequantised rows.
         center_dtype: of the two centers from whose nearer one rows are coded; None: there are none.
         threads: of a block.
@@ -160,7 +169,7 @@ def make_read_codes(
 
     @T.prim_func
     def read_codes(
-        latent_cache: T.Tensor([pages, page_size, k.words], T.int32),
+        latent_cache: pages_of(k, pages, page_size, page_words, T.int32),
         block_table: T.Tensor([entries], T.int32),
         centers: T.Tensor([2, width], near),
         out: T.Tensor([entries, page_size, width], dtype),
@@ -196,12 +205,13 @@ def make_read_codes(
 
 
 def make_append_codes(
-    *, width: int, bits: int, group: int, page_size: int, dtype: str, center_dtype: str | None, on_cpu: bool = False
-):
+    *, width: int, bits: int, group: int, page_size: int, dtype: str, center_dtype: str | None,
+    page_words: int | None = None, on_cpu: bool = False,
+):  # fmt: skip
     """A TileLang function ``append_codes``, a warp a row and a lane a group.
 
     Args:
-        width, bits, group, page_size, center_dtype, on_cpu: as of :func:`make_read_codes`.
+        width, bits, group, page_size, center_dtype, page_words, on_cpu: as of :func:`make_read_codes`.
         dtype: of the rows.
 
     The function's arguments: rows [N,width] (contiguous), slots [N] int32, centers [2,width], latent_cache
@@ -293,8 +303,8 @@ def make_append_codes(
         rows: T.Tensor([tokens, width], dtype),
         slots: T.Tensor([tokens], T.int32),
         centers: T.Tensor([2, width], near),
-        latent_cache: T.Tensor([pages, page_size, k.words], T.int32),
-        halves: T.Tensor([pages, page_size, 2 * k.words], T.float16),
+        latent_cache: pages_of(k, pages, page_size, page_words, T.int32),
+        halves: pages_of(k, pages, page_size, page_words, T.float16),
     ):
         with T.Kernel(tokens, threads=lanes) as token:
             x = Buffers(
@@ -336,7 +346,7 @@ def launch_read_codes(
     if out.numel() == 0:
         return
     with on_device(out.device):
-        kernel = _compiled(compile_read_codes, out, out.shape[1], bits, group, centers)
+        kernel = _compiled(compile_read_codes, out, latent_cache, bits, group, centers)
         kernel(latent_cache.view(torch.int32), block_table.flatten(), _given(centers, out), out)
 
 
@@ -347,16 +357,17 @@ def launch_append_codes(
     if latent.numel() == 0 or latent_cache.numel() == 0:
         return
     with on_device(latent.device):
-        kernel = _compiled(compile_append_codes, latent, latent_cache.shape[1], bits, group, centers)
+        kernel = _compiled(compile_append_codes, latent, latent_cache, bits, group, centers)
         words, halves = latent_cache.view(torch.int32), latent_cache.view(torch.float16)
         kernel(aligned(latent), slots.contiguous(), _given(centers, latent), words, halves)
 
 
-def _compiled(compile_kernel, rows: Tensor, page_size: int, bits: int, group: int, centers: Tensor | None):
-    """The kernel for rows [..., width]."""
+def _compiled(compile_kernel, rows: Tensor, latent_cache: Tensor, bits: int, group: int, centers: Tensor | None):
+    """The kernel for rows [..., width] and pages like ``latent_cache``'s."""
     return compile_kernel(
-        capability(rows.device), width=rows.shape[-1], bits=bits, group=group, page_size=page_size,
-        dtype=dtype_name(rows.dtype), center_dtype=None if centers is None else dtype_name(centers.dtype),
+        capability(rows.device), width=rows.shape[-1], bits=bits, group=group, page_size=latent_cache.shape[1],
+        page_words=latent_cache.stride(0) // 4, dtype=dtype_name(rows.dtype),
+        center_dtype=None if centers is None else dtype_name(centers.dtype),
     )  # fmt: skip
 
 
