@@ -5,11 +5,11 @@
     python benchmarks/healing.py table benchmarks/results/h200-healing-bits.json
 
 An arm is RATIO[xBITS]:TRAIN:RATE:TOKENS[:own][:full]: a conversion in layout latent, whose latents have 16 bits or as
-many as it says; what of it is trained, at which rate, on how many tokens. ``best`` for both stands for those of the
-finished arms of that conversion (else of any) that ended with the smallest loss on held-out windows. With ``own`` the
-conversion has written a tenth of the text, with ``full`` it is also compared by probes and by what it writes. All arms
-train on one text that the source writes, keep their last weights, and are read back and compared with the source in
-float32 on texts that none of them saw.
+many as it says ("auto": rank and bits by layer); what of it is trained, at which rate, on how many tokens. ``best`` for
+both stands for those of the finished arms of that conversion (else of any) that ended with the smallest loss on
+held-out windows. With ``own`` the conversion has written a tenth of the text, with ``full`` it is also compared by
+probes and by what it writes. All arms train on one text that the source writes, keep their last weights, and are read
+back and compared with the source in float32 on texts that none of them saw.
 
 The first row is the text, the next ones are the conversion of the first arm and the source over quantised KV caches.
 An arm is not begun when it would not end within ``minutes``, by the speed of those before; a row that fails says why,
@@ -81,7 +81,7 @@ class Arm:
         try:
             conversion, train, rate, tokens, *more = text.split(":")
             ratio, _, bits = conversion.partition("x")
-            float(ratio), int(bits or _BITS), rate == "best" or float(rate)
+            float(ratio), bits == "auto" or int(bits or _BITS), rate == "best" or float(rate)
             if set(more) <= {"own", "full"}:
                 return cls(text, conversion, train, rate, int(float(tokens)), "own" in more, "full" in more)
         except ValueError:
@@ -221,7 +221,7 @@ def study(
             started = time.perf_counter()
             if not (target / "config.json").is_file():
                 recipe = {"preset": preset, "layout": "latent", "cache_ratio": float(ratio)}
-                recipe |= {"latent.bits": int(bits)} if bits else {}
+                recipe |= {"latent.bits": int(bits) if bits.isdecimal() else bits} if bits else {}
                 mha2mla.convert(source, target, recipe, evaluation_tokens=512, device=place, progress=False)
             made[name], seconds = target, time.perf_counter() - started
             file = folder / f"{source.name}-kv.json"  # rows of the source over quantised KV caches

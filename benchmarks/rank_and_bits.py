@@ -4,7 +4,8 @@
         --picture rank-and-bits.svg
 
 Steps go from the most telling to the least (:data:`STEPS`), each for all models in turn; the file is written after
-every row. ``auto`` measures a model's losses once, at the first ratio, and spends other ratios by the same losses.
+every row. ``auto`` measures a model's losses once, at the first ratio, and spends other ratios by the same losses,
+those of an earlier run in ``work`` included.
 Rows of ``auto``, ``fitted`` and ``care`` are checkpoints that read their own codes. Quantisation of the others is
 simulated in one forward pass (``mha2mla/eval/quantized_caches.py``); bytes count codes, scales, offsets, padding and
 what stays in 16 bits.
@@ -62,13 +63,17 @@ STEPS: tuple[tuple[Any, ...], ...] = (
     ("rank", 0.5, [LatentCodes(bits) for bits in (4, 3, 8)]),
     ("auto", 0.125),
     ("auto", 0.25),
+    ("auto", 0.5),
     ("rank", 0.3125, []),
     ("rank", 0.1875, []),
-    ("fitted", 0.16),
+    ("auto", 0.0625),
+    ("fitted", 0.125),
     ("care", 0.5),
     ("rank", 0.75, [LatentCodes(bits) for bits in (4, 3)]),
-    ("fitted", 0.125),
     ("fitted", 0.25),
+    ("auto", 0.1875),
+    ("auto", 0.3125),
+    ("fitted", 0.16),
     ("source", [KVCodes(bits, "token") for bits in (4, 3, 2)]),
     ("rank", 1.0, [LatentCodes(bits) for bits in (4, 3)]),
     ("rank", 0.5, ABLATIONS),
@@ -93,7 +98,7 @@ def study(
     Args:
         models: folders of source checkpoints, joined by commas.
         work: folder for conversions; those that lie there are not made again.
-        only: kinds of steps: source, auto, rank, fitted, care; default all.
+        only: kinds of steps: source, auto, rank, fitted, care, or KIND:SHARE, as auto:0.125; default all.
         texts: what is read; none of it calibrates.
         lengths: tokens of a window.
         max_tokens: of each text and length.
@@ -111,7 +116,7 @@ def study(
     failed: list[str] = []
     for kind, *arguments in STEPS:
         for model in models.split(","):
-            if only is not None and kind not in only:
+            if only is not None and not {kind, f"{kind}:{arguments[0]}"} & set(only):
                 continue
             if time.monotonic() > deadline:
                 print(f"{Path(model).name}: no time for {kind} {arguments[0]}", file=sys.stderr)
@@ -174,6 +179,8 @@ class StudiedModel:
         self.drawn, self.of_bases = Calibration(model, device), basis_tokens(tokenizer)
         self.tokens = {} if tokens is None else {"calibration.tokens": tokens, "calibration.lengths": [512, 1024]}
         self.losses: dict[str, Any] = {}  # of an auto conversion
+        for record in sorted(self.work.glob(f"{self.name}-auto-*/{RECORD_FILE}")):
+            self.losses = read_json(record.parent, RECORD_FILE).get("searches") or self.losses
 
     def add(self, caches: Sequence[tuple[dict[str, Any], Callable[[], ComparedCache]]]) -> None:
         """Measures caches that no row has, each with what its row says of it; the source runs once for all of them."""

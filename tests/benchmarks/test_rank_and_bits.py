@@ -6,10 +6,15 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 import mha2mla
 from benchmarks import rank_and_bits
+from benchmarks.recording import Recording
 from mha2mla.pipeline.run import convert
+
+MEASURED = {"texts": ["builtin:prose"], "lengths": [48], "max_tokens": 96}
+CPU = torch.device("cpu")
 
 
 def test_a_study_from_end_to_end(tiny_source, tmp_path, capsys, monkeypatch):
@@ -30,7 +35,8 @@ def test_a_study_from_end_to_end(tiny_source, tmp_path, capsys, monkeypatch):
         "json": str(file),
         "picture": str(tmp_path / "rows.svg"),
     }
-    assert rank_and_bits.study(**settings)
+    fits = ("source", "rank", "fitted", "care", "auto:0.16", "auto:0.125", "auto:0.25")  # 0.0625 holds no group
+    assert rank_and_bits.study(**settings, only=fits)
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
     kinds = [row["cache"].split(",")[0] for row in rows]
     assert list(dict.fromkeys(kinds[:6])) == ["source", "quick", "latent of 32"], "the most telling ones first"
@@ -52,6 +58,12 @@ def test_a_study_from_end_to_end(tiny_source, tmp_path, capsys, monkeypatch):
     drawn = (tmp_path / "rows.svg").read_text(encoding="utf-8")
     curves = ("source, KV codes", "converted", "latent codes")
     assert all(f"windows of {length} tokens, {name}: " in drawn for length in (48, 96) for name in curves)
+    monkeypatch.setattr(rank_and_bits.StudiedModel, "converted", None)  # a later run searches nothing anew
+    later = rank_and_bits.StudiedModel(str(tiny_source), work, Recording("", None, measured=MEASURED), None, CPU)
+    assert [list(each) for each in zip(*later.choice(0.16), strict=True)] == [
+        by_name["cpu, auto 0.16"][key] for key in ("ranks", "by_layer")
+    ]
+    monkeypatch.undo()
     converted = work / "source-32" / "model.safetensors"
     before = converted.stat().st_mtime_ns
     assert rank_and_bits.study(**settings, only=["rank"], minutes=0.0), "nothing begins after the last minute"
