@@ -33,6 +33,8 @@ _COMPLETE = "complete.json"
 # One graph for each shape: with dynamic ones bits would depend on the shapes that a process saw before. Values are
 # rounded where the uncompiled code rounds them: a scale of codes in float16 is the one that is stored.
 _COMPILATION = {"dynamic": False, "options": {"emulate_precision_casts": True}}
+# Ranks and bits by layer, both models and window lengths share this limit; beyond PyTorch's 8 nothing was compiled.
+_GRAPHS = {"recompile_limit": 1024, "accumulated_recompile_limit": 4096}
 
 
 class Distillation(nn.Module):
@@ -63,7 +65,8 @@ class Distillation(nn.Module):
             lengths: [blocks], tokens of a window in each.
             weights: [blocks, size], of mean 1 over the text; None: ones.
         """
-        with torch.compiler.set_stance("default" if self.compiled and self.training else "force_eager"):
+        stance = torch.compiler.set_stance("default" if self.compiled and self.training else "force_eager")
+        with stance, torch.compiler.config.patch(_GRAPHS):
             return self._forward(input_ids, lengths, weights)
 
     def _forward(self, input_ids: Tensor, lengths: Tensor, weights: Tensor | None) -> dict[str, Tensor]:

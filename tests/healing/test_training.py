@@ -1,5 +1,6 @@
 """The order of blocks, the budget in minutes, checkpoints that were not finished."""
 
+import itertools
 import json
 
 import pytest
@@ -129,6 +130,16 @@ def test_layers_have_one_graph(models):
         layer(states, position_ids=torch.arange(32)[None])
         counts.append(len(graphs))
     assert 0 < counts[0] == counts[-1]
+
+
+def test_every_shape_has_its_graph(models, monkeypatch):
+    monkeypatch.setattr(training, "_COMPILATION", {"dynamic": False, "backend": "eager"})
+    torch.compiler.reset()
+    distillation, counts = Distillation(models, None, True).train(), []
+    for length in range(16, 23):  # with a teacher and a student 14 graphs of layers
+        distillation(tiny.some_tokens(1, length), torch.tensor([length]))
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert len({after - before for before, after in itertools.pairwise(counts)}) == 1
 
 
 def test_training_runs_what_warm_up_compiled(models):
