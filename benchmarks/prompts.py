@@ -1,9 +1,11 @@
 """A prompt's attention by form, and whole steps over prompts, beside the source: SmolLM2's shape at half of its cache.
 
     python benchmarks/prompts.py --json benchmarks/results/h100-prompts.json
+    python benchmarks/prompts.py --shapes 1x512 --profile
 
 Random weights, bfloat16. Attention is one layer's call over a paged cache that holds the new tokens: "expanded" is the
-mixed op; "absorbed" the decode op over pieces of eight queries; the source's keys and values run ``gqa_attention``.
+mixed op in that form; "absorbed" the decode op over pieces of eight queries; "chosen" the mixed op as steps run it; the
+source's keys and values run ``gqa_attention``.
 Rows of 64 queries a prompt are judged by float64 before anything is timed. A step is all layers and the last token's
 logits: "paged" by ``forward_batch``, "forward" as ``generate`` runs a prompt, by SDPA or by the backend's name. Its
 logits for one prompt of 512 tokens may be twice as far from float64's as those of SDPA. ``host_ms`` is the time until
@@ -12,6 +14,8 @@ all is launched: where it is near ``ms``, Python takes the time. FLOP are those 
 
 from __future__ import annotations
 
+import cProfile
+import pstats
 import statistics
 import sys
 import time
@@ -28,7 +32,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.recording import Recording, command
 from mha2mla.eval.measurement import in_float64
-from mha2mla.kernels import LatentRope, compile_ahead, mla_absorbed, plan_mla_decode, rotary_keys
+from mha2mla.kernels import (
+    LatentRope,
+    compile_ahead,
+    mla_absorbed,
+    plan_mla_attention,
+    plan_mla_decode,
+    rotary_keys,
+)
 from mha2mla.kernels.mixed_attention.layout import form_costs
 from mha2mla.modeling import LatentCache, SequenceBatch, paged_model
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
@@ -117,7 +128,13 @@ def converted_attention(constants: AttentionConstants, batch: int, length: int, 
         tensors |= {"rope_weight": normal(rope, latent) * latent**-0.5, "rope_bias": normal(rope)}
     cache = backend.cache_layout(geometry, PAGE_SIZE, torch.bfloat16).make(pages, torch.device(device))
     tensors |= backend.append(tensors, cache, rows, constants)
-    plan = backend.plan(cache, rows, constants, torch.bfloat16)
+    chosen = backend.plan(cache, rows, constants, torch.bfloat16)
+    expanded = plan_mla_attention(
+        cache["latent_cache"], cache.get("rope_cache"), rows.block_table, rows.cache_seqlens, rows.lengths,
+        num_attention_heads=heads, num_key_value_heads=up, qk_nope_head_dim=nope, v_head_dim=geometry.v_head_dim,
+        qk_rope_head_dim=None if geometry.has_rope_cache else rope, dtype=torch.bfloat16, has_padding=False,
+        launch_flop=0,
+    )  # fmt: skip
     c = cache["latent_cache"].flatten(0, 1).unflatten(0, (batch, -1))[:, :length].double()
     parameters = None
     if geometry.has_rope_cache:
@@ -147,11 +164,15 @@ def converted_attention(constants: AttentionConstants, batch: int, length: int, 
         mla_absorbed, *split.values(), *caches, tensors["k_up"], tensors["v_up"], table, seqlens,
         softmax_scale=constants.softmax_scale, rope=parameters, plan=decode,
     )  # fmt: skip
+    form = "expanded" if chosen.parts.layout.waves else "absorbed"
     return {
         "expanded": Attention(
-            partial(backend.attend, tensors, cache, rows, plan, constants), expected, costs["expanded"]
+            partial(backend.attend, tensors, cache, rows, expanded, constants), expected, costs["expanded"]
         ),
         "absorbed": Attention(lambda: absorbed().flatten(0, 1), expected, costs["absorbed"]),
+        f"chosen, {form}": Attention(
+            partial(backend.attend, tensors, cache, rows, chosen, constants), expected, costs[form]
+        ),
     }
 
 
@@ -171,6 +192,16 @@ def host_ms(call: Callable[[], Any], device: str, runs: int = 5) -> tuple[float,
         times.append((launched * 1e3, (time.perf_counter() - began) * 1e3))
     launched, done = zip(*times[1:], strict=True)
     return statistics.median(launched), statistics.median(done)
+
+
+def print_profile(call: Callable[[], Any], device: str, runs: int = 10, lines: int = 40) -> None:
+    """Functions, torch's included, that take the most of the host's time of ``runs`` calls by themselves."""
+    wait(device)
+    with cProfile.Profile() as profile:
+        for _ in range(runs):
+            call()
+    wait(device)
+    pstats.Stats(profile).sort_stats("tottime").print_stats(lines)
 
 
 def wait(device: str) -> None:
@@ -241,6 +272,7 @@ def prompts(
     shapes: tuple[str, ...] = tuple(f"{batch}x{length}" for batch, length in SHAPES),
     layers: int = 30,
     device: str = "cuda",
+    profile: bool = False,
     json: str | None = None,
 ) -> bool:
     """Judges and times attention of prompts by form, then whole steps; prints both in one table.
@@ -249,6 +281,7 @@ def prompts(
         shapes: BATCHxLENGTH, lengths in multiples of 8.
         layers: of the models.
         device: a CPU tries the script out.
+        profile: also print where the host's time of each step "paged" goes, by function.
         json: also write every row to this file.
     """
     sizes = [tuple(map(int, shape.split("x"))) for shape in shapes]
@@ -302,6 +335,8 @@ def prompts(
                     base.setdefault(str(size), row["ms"])
                     row["of_source"] = row["ms"] / base[str(size)]
                 table.add(row)
+                if profile and way == "paged":
+                    print_profile(call, device)
     columns = ["what", "case", "batch", "length", "error", "GFLOP", "TFLOP/s", "ms", "predicted_ms", "of_source"]
     return table.show("prompts, SmolLM2's shape, half of its cache", [*columns, "host_ms", "status"])
 

@@ -95,7 +95,7 @@ def count_step() -> Calls:
     return calls
 
 
-WAYS = ("paged", "forward", "sdpa")
+WAYS = ("paged", "absorbed", "forward", "sdpa")
 PROMPTS = ("source, paged", *(f"{keys}, {way}" for way in WAYS for keys in ("computed", "kept")))
 
 
@@ -104,8 +104,9 @@ def count_prompt(which: str, layers: int) -> Calls:
     """The calls of a warm step over a prompt of 16 tokens.
 
     Args:
-        which: of ``PROMPTS``: the source, or layout latent with rotary keys computed or kept; by ``forward_batch``, or
-            by ``forward`` over a new cache, where a backend attends that is asked for by name, or SDPA.
+        which: of ``PROMPTS``: the source, or layout latent with rotary keys computed or kept; by ``forward_batch``
+            ("absorbed": of 12 tokens more, which run that form), or by ``forward`` over a new cache, where a backend
+            attends that is asked for by name, or SDPA.
         layers: of the model.
     """
     (name, way), ids = which.split(", "), torch.arange(3, 19)
@@ -119,22 +120,24 @@ def count_prompt(which: str, layers: int) -> Calls:
     if name == "source":
         model.set_attn_implementation("mha2mla")
     model = paged_model(model)
-    cache = model.paged_cache(4) if way == "paged" else None
+    is_paged = way in ("paged", "absorbed")
+    cache = model.paged_cache(4) if is_paged else None
 
-    def run() -> None:
+    def run(sequence: int, tokens: Tensor) -> None:
         if cache is None:
-            model(ids[None], past_key_values=LatentCache(model.config), logits_to_keep=1)
+            model(tokens[None], past_key_values=LatentCache(model.config), logits_to_keep=1)
         else:
-            model.forward_batch(ids, cache.step(cache.extend({cache.open(): len(ids)})))
+            model.forward_batch(tokens, cache.step(cache.extend({sequence: len(tokens)})))
 
-    run()
-    run()
-    calls = Calls()
-    sys.setprofile(calls._event)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
+    for calls in (Calls(), Calls(), Calls()):
+        sequence = cache.open() if is_paged else 0
+        if way == "absorbed":
+            run(sequence, ids)
+        sys.setprofile(calls._event)
+        try:
+            run(sequence, ids[:12] if way == "absorbed" else ids)
+        finally:
+            sys.setprofile(None)
     return calls
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mha2mla.kernels import compile_ahead
+from mha2mla.kernels import MAX_EXPANDED_TOKENS, compile_ahead
 from mha2mla.loop.scheduler import Chunk
 from mha2mla.modeling import AttentionStep, BatchModel, PagedCache, SequenceBatch
 from mha2mla.modeling.batch import to_device
@@ -121,10 +121,13 @@ class Runner:
         place = {"page_size": allocator.page_size, "device": self.cache.device}
         rows = dict.fromkeys(self._bucket(1 << n) for n in range(self.max_sequences.bit_length() + 1))
         batches = [SequenceBatch.build([], [], [], num_sequences=count, **place) for count in rows]
-        for tokens in _PROMPTS:
-            pages = -(-tokens // allocator.page_size)
-            if tokens <= max_tokens and pages <= allocator.num_pages:
-                batches.append(SequenceBatch.build([tokens], [0], [range(pages)], **place))
+        room = min(MAX_EXPANDED_TOKENS, allocator.num_pages * allocator.page_size)
+        longest = min(max_tokens, room)
+        # The last one is long enough for the expanded form, which short prompts do not run.
+        prompts = [*((tokens, 0) for tokens in _PROMPTS if tokens <= longest), (longest, room - longest)]
+        for tokens, cached in prompts:
+            pages = range(-(-(tokens + cached) // allocator.page_size))
+            batches.append(SequenceBatch.build([tokens], [cached], [pages], **place))
         for batch in batches:
             ids = torch.zeros(batch.num_tokens, dtype=torch.int64, device=self.cache.device)
             self.model.forward_batch(ids, self.cache.step(batch))

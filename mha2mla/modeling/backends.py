@@ -53,7 +53,8 @@ def _mla_plan(
         num_attention_heads=geometry.num_attention_heads, num_key_value_heads=geometry.num_up_projection_heads,
         qk_nope_head_dim=geometry.qk_nope_head_dim, v_head_dim=geometry.v_head_dim,
         qk_rope_head_dim=geometry.qk_rope_head_dim if rope is None else None, dtype=dtype,
-        cache_starts=batch.cache_starts, window=constants.window, sinks=constants.sinks, backend=backend,
+        cache_starts=batch.cache_starts, window=constants.window, sinks=constants.sinks,
+        has_padding=batch.has_padding, backend=backend,
     )  # fmt: skip
 
 
@@ -196,7 +197,7 @@ def _gqa_plan(
     return plan_gqa_attention(
         cache["key_cache"], cache["value_cache"], batch.block_table, batch.cache_seqlens, batch.lengths,
         num_attention_heads=constants.geometry.num_attention_heads, cache_starts=batch.cache_starts,
-        window=constants.window, sinks=constants.sinks, backend=backend,
+        window=constants.window, sinks=constants.sinks, has_padding=batch.has_padding, backend=backend,
     )  # fmt: skip
 
 

@@ -34,6 +34,11 @@ class UniformBatch(NamedTuple):
     cache_starts: Tensor | None
     lengths: Tensor | None = None
 
+    @property
+    def has_padding(self) -> bool:
+        """False: rows that pad an engine's batch bring no tokens."""
+        return False
+
 
 @dataclass(frozen=True)
 class SequenceBatch:
@@ -155,6 +160,11 @@ class SequenceBatch:
     def num_tokens(self) -> int:
         """N, padding included."""
         return self.positions.shape[0]
+
+    @property
+    def has_padding(self) -> bool:
+        """True where rows pad the batch, which have new tokens and no pages."""
+        return -1 in self.order.tolist()
 
     @property
     def uniform_length(self) -> int | None:

@@ -41,6 +41,7 @@ class PagedCache:
             CacheLayer(*served, layout.make(num_pages, self.device), dtype, layout)
             for served, layout in zip(layers, layouts, strict=True)
         )
+        self._has_decode_plans = all(backend.plan_decode is not None for backend, _ in layers)
 
     @property
     def tensors(self) -> tuple[dict[str, Tensor], ...]:
@@ -137,7 +138,7 @@ class PagedCache:
             sequence_versions=[(sequence, growth.generation) for sequence in new_tokens],
             device=self.device,
         )
-        for layer in self.layers:
+        for layer in self.layers if growth.copies else ():
             layer.layout.copy_pages(layer.tensors, growth.copies)
         allocator.commit(growth)
         return batch
@@ -149,7 +150,7 @@ class PagedCache:
             StaleBatchError: a sequence of the batch was closed, extended, cropped or forked since.
         """
         self.allocator.check_generations(*batch.sequence_versions.tolist())
-        decodes = batch.num_sequences <= MAX_BATCH and all(layer.backend.plan_decode for layer in self.layers)
+        decodes = batch.num_sequences <= MAX_BATCH and self._has_decode_plans
         length = batch.uniform_length if decodes else None
         step = StepPlanner().step(self.layers, (batch,) * len(self.layers), length)
         return replace(step, allocator=self.allocator, planned_for=batch.sequence_versions.clone())

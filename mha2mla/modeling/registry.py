@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -48,7 +49,7 @@ class AttentionConstants:
     window: int | None = None
     sinks: int = 0
 
-    @property
+    @cached_property
     def limits(self) -> tuple[int | None, int]:
         """Window and sinks."""
         return self.window, self.sinks

@@ -73,7 +73,7 @@ def kernels_serve(monkeypatch):
     from mha2mla.kernels.split_kv import op
 
     monkeypatch.setattr(op, "dispatch", lambda *_: (object(), None))
-    monkeypatch.setattr(varlen_api, "_runs_compiled", lambda *_: True)
+    monkeypatch.setattr(varlen_api, "_check_call_once", lambda *_: True)
 
 
 def refuses_odd_addresses(name: str, argument: str, device: str) -> None:

@@ -174,17 +174,10 @@ def _attend(
         tensors["out"] = out
     layouts = tuple([(x.shape, x.stride(), x.dtype, x.device) for x in tensors.values()])
     # Dynamo traces the check itself: its sizes may be symbols, which cannot be remembered.
-    check = _check_layouts if torch.compiler.is_compiling() else _check_layouts_once
-    widths, strided = check(tuple(tensors), layouts)
+    check = _check_call if torch.compiler.is_compiling() else _check_call_once
+    compiled = check(tuple(tensors), layouts, softmax_scale, causal, window, sinks, backend)
     if max_seqlen_q < 0:
         raise argument_error("max_seqlen_q", max_seqlen_q, "at least 0")
-    check_scale(softmax_scale)
-    check_window(window, sinks)
-    if window is not None and not causal:
-        raise ValueError(f"causal is {causal} with window={window}; expected True, or no window")
-    compiled = _runs_compiled(widths, v, backend)
-    if compiled and strided is not None:
-        raise ValueError(strided)
     parts = [part for parts in (queries, keys) for part in (*parts.values(), None)[:2]]
     limits = (-1 if window is None else window, sinks)
     operands = (*parts, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, *limits, compiled)
@@ -195,21 +188,33 @@ def _attend(
     return (out, lse) if return_lse else out
 
 
-def _runs_compiled(widths: tuple[int, ...], v: Tensor, backend: str | None) -> bool:
+def _check_call(
+    names: tuple[str, ...], layouts: tuple[tuple, ...], softmax_scale: float, causal: bool, window: int | None,
+    sinks: int, backend: str | None,
+) -> bool:  # fmt: skip
+    """Checks of all but addresses and the longest query; whether kernels run the call."""
+    widths, strided = _check_layouts(names, layouts)
+    check_scale(softmax_scale)
+    check_window(window, sinks)
+    if window is not None and not causal:
+        raise ValueError(f"causal is {causal} with window={window}; expected True, or no window")
     check_backend(backend)
     if backend == "reference":
         return False
-    why = _explain_once(widths, v.shape[2], v.dtype, v.device)
+    v = Layout(*layouts[names.index("v")])
+    why = explain_attention_varlen(widths, v.shape[2], v.dtype, v.device)
     if backend == "tilelang" and why:
         raise ValueError(f"backend is 'tilelang', which does not serve this call: {why}")
+    if why is None and strided is not None:
+        raise ValueError(strided)
     return why is None
 
 
-_explain_once = lru_cache(maxsize=256)(explain_attention_varlen)
+_check_call_once = lru_cache(maxsize=1024)(_check_call)  # every layer of a step asks
 
 
 def _check_layouts(names: tuple[str, ...], layouts: tuple[tuple, ...]) -> tuple[tuple[int, ...], str | None]:
-    """Checks of all but addresses; widths of the keys, and why kernels refuse the strides, or None."""
+    """Widths of the keys, and why kernels refuse the strides, or None."""
     sizes = check_layouts(tuple([_TENSORS[name] for name in names]), layouts)
     named = {name: Layout(*layout) for name, layout in zip(names, layouts, strict=True) if name[0] in "qkv"}
     for name, x in named.items():
@@ -219,9 +224,6 @@ def _check_layouts(names: tuple[str, ...], layouts: tuple[tuple, ...]) -> tuple[
         raise argument_error("cu_seqlens_q.shape", (sizes["B+1"],), "[B+1]")
     refusals = [_refused_strides(name, x) for name, x in named.items()]
     return tuple([x.shape[2] for name, x in named.items() if name[0] == "k"]), next(filter(None, refusals), None)
-
-
-_check_layouts_once = lru_cache(maxsize=1024)(_check_layouts)  # every layer of a step asks
 
 
 def _refused_strides(name: str, x: Layout) -> str | None:

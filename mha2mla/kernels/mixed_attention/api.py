@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from mha2mla.kernels.attention_combine import attention_combine
 from mha2mla.kernels.attention_varlen.api import attention_varlen, mla_prefill_varlen
 from mha2mla.kernels.gqa_decode.api import gqa_decode
-from mha2mla.kernels.mixed_attention.layout import Wave
-from mha2mla.kernels.mixed_attention.plan import ChunkPart, MixedPlan, check_lengths
+from mha2mla.kernels.mixed_attention.layout import Group, Wave
+from mha2mla.kernels.mixed_attention.plan import ChunkPart, GroupPart, MixedPlan, check_lengths
 from mha2mla.kernels.mla_decode.api import check_key_codes, mla_absorbed
 from mha2mla.kernels.mla_decode.quantization import CODES, dequantize_latent, holds_codes
 from mha2mla.kernels.ops import (
@@ -168,7 +168,7 @@ def expand(latent: Tensor, weight: Tensor) -> Tensor:
 
 def gather_rows(cache: Tensor, rows: Tensor, lost: Tensor) -> Tensor:
     """cache [P, page, ...] at rows [T] of all pages: [T, ...]; zeros where ``lost`` [T], of tokens without a page: they
-    must not see another sequence's. Never copies the whole cache, whatever its strides."""
+    must not see another sequence's; [0] where none is. Never copies the whole cache, whatever its strides."""
     if cache.dtype == torch.float8_e4m3fn:  # some devices index its bytes only
         return gather_rows(cache.view(torch.uint8), rows, lost).view(cache.dtype)
     page, strides = cache.shape[1], cache.stride()
@@ -177,7 +177,7 @@ def gather_rows(cache: Tensor, rows: Tensor, lost: Tensor) -> Tensor:
         found = flat.index_select(0, rows)
     else:
         found = cache[rows // page, rows % page]
-    return found.masked_fill_(lost.view(-1, *[1] * (found.ndim - 1)), 0)
+    return found if not len(lost) else found.masked_fill_(lost.view(-1, *[1] * (found.ndim - 1)), 0)
 
 
 def _attention(
@@ -201,18 +201,17 @@ def _attention(
     Returns:
         [N, H, width], zero where no sequence's tokens are.
     """
-    layout, groups, waves = plan.parts()
-    check_lengths(layout, plan.lengths, plan.cache_seqlens)
+    layout, groups, waves = plan.parts
+    if plan.cache_seqlens.device.type == "cpu":
+        check_lengths(layout, plan.lengths, plan.cache_seqlens)
     tokens, heads, used = *queries[0].shape[:2], layout.tokens
     if used > tokens:
         raise ValueError(f"the query has {tokens} tokens; expected at least {used}, those of the plan's sequences")
-    out = queries[0].new_empty(tokens, heads, width)
-    if used < tokens:
-        out[used:].zero_()
     limits = {"window": None if plan.window < 0 else plan.window, "sinks": plan.sinks}
-    for group, part in zip(layout.groups, groups, strict=True):
+
+    def decoded(group: Group, part: GroupPart) -> Tensor:
         rows = (len(group.rows), group.seqlen_q)
-        own = slice(group.first_token, group.first_token + rows[0] * rows[1])  # tokens of whole queries
+        own = slice(group.first_token, group.first_token + rows[0] * rows[1])
         taken = [x[own] if part.tokens is None else x.index_select(0, part.tokens) for x in queries]
         decode_plan = DecodePlan(
             (*rows, heads, decoded_width), plan.capacity, True, **limits, schedule=part.schedule, splits=part.splits,
@@ -222,10 +221,19 @@ def _attention(
             *[x.unflatten(0, rows) for x in taken], block_table=part.block_table, cache_seqlens=part.cache_seqlens,
             cache_starts=part.cache_starts, plan=decode_plan,
         ).flatten(0, 1)  # fmt: skip
-        if part.tokens is None:
-            out[own] = values
+        return values if part.sources is None else values.index_select(0, part.sources)
+
+    if len(groups) == 1 and not waves and used == tokens:  # results are the batch's, in its order
+        return decoded(layout.groups[0], groups[0])
+    out = queries[0].new_empty(tokens, heads, width)
+    if used < tokens:
+        out[used:].zero_()
+    for group, part in zip(layout.groups, groups, strict=True):
+        values = decoded(group, part)
+        if part.targets is None:
+            out[group.first_token : group.first_token + len(values)] = values
         else:  # pieces overlap; of two results always the same one is written
-            out.index_copy_(0, part.targets.long(), values.index_select(0, part.sources))
+            out.index_copy_(0, part.targets.long(), values)
     if plan.window >= 0:
         attend = partial(attend, **limits)
     for wave, (cu_seqlens_q, chunks) in zip(layout.waves, waves, strict=True):

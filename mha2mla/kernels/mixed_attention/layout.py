@@ -17,6 +17,9 @@ from mha2mla.kernels.split_kv.choice import SEQLENS_Q
 
 MAX_DECODE_QUERY_LENGTH = SEQLENS_Q[-1]
 MAX_GROUP = 2048  # sequences or pieces in one call of the decode op; a plan takes 4096
+ABSORBS_ALL = -1  # in place of the longest query that is absorbed: all are
+# FLOP in the 27 µs that the host takes for a launch, at the 166 TFLOP/s of absorbed prompts (docs/notes/prefill.md).
+LAUNCH_FLOP = 4_500_000_000
 
 
 @dataclass(frozen=True)
@@ -28,13 +31,18 @@ class Group:
         rows: sequence of each row.
         first_query: first query of each row, counted in its sequence; rows of one sequence may overlap, and then
             compute the same thing.
-        first_token: of the batch, where the rows are consecutive whole queries; else -1.
+        first_token: of the batch, where the rows' queries lie side by side; else -1.
     """
 
     seqlen_q: int
     rows: tuple[int, ...]
     first_query: tuple[int, ...]
     first_token: int
+
+    @property
+    def has_pieces(self) -> bool:
+        """True where rows are pieces of queries: a longer one has several, of which only the first begins at 0."""
+        return any(self.first_query)
 
 
 @dataclass(frozen=True)
@@ -81,17 +89,19 @@ class BatchLayout:
 
 @dataclass(frozen=True)
 class FormCost:
-    """FLOP of a form of attention in one layer, projections of the new tokens left out.
+    """FLOP and launches of a form of attention in one layer, projections of the new tokens left out.
 
     Attributes:
         pair: of a query and a token that it sees. token: of each token. query: of each query.
         call: of each token in every call of the decode op, of at most 8 queries.
+        launches: kernels and copies of a group or a chunk, however many tokens it has.
     """
 
     pair: int
     token: int = 0
     query: int = 0
     call: int = 0
+    launches: int = 0
 
     def flops(self, query_length: int, cached_length: int) -> int:
         """FLOP of ``query_length`` causal queries behind ``cached_length`` tokens."""
@@ -102,19 +112,24 @@ class FormCost:
 
 
 def form_costs(geometry: MLAGeometry) -> dict[str, FormCost]:
-    """FLOP of a layer's "absorbed" and "expanded" form.
+    """Costs of a layer's "absorbed" and "expanded" form.
 
     Scores and values take ``2 (d_qk + d_v)`` a pair and head. The absorbed form maps each query by W_UK and its output
     by W_UV; the expanded form maps each token by both. A rotary key that is computed from the latent costs
     ``2 d_c d_r``: once in the expanded form, in every call of the decode op in the absorbed one.
+
+    Launches of the absorbed form: W_UK, decode, merge, W_UV. Of the expanded one: gathered latents, W_UK if there is
+    one, W_UV, attention, and rotary keys, gathered or computed (product, bias, rotation, cast).
     """
     heads, latent, rope = geometry.num_attention_heads, geometry.kv_lora_rank, geometry.qk_rope_head_dim
     wide = geometry.qk_nope_head_dim + geometry.v_head_dim
     key = 2 * latent * rope if geometry.rope_from_latent else 0
     return {
-        "absorbed": FormCost(2 * heads * (2 * latent + rope), query=2 * heads * latent * wide, call=key),
+        "absorbed": FormCost(2 * heads * (2 * latent + rope), query=2 * heads * latent * wide, call=key, launches=4),
         "expanded": FormCost(
-            2 * heads * (wide + rope), token=2 * geometry.num_up_projection_heads * latent * wide + key
+            2 * heads * (wide + rope),
+            token=2 * geometry.num_up_projection_heads * latent * wide + key,
+            launches=3 + (geometry.qk_nope_head_dim > 0) + (4 if geometry.rope_from_latent else 1),
         ),
     }
 
@@ -132,10 +147,12 @@ def is_absorbed(query_length: int, cached_length: int, short: int, window: int =
     Args:
         query_length, cached_length: new tokens, and tokens cached before them that some query may see.
         short: longest query that runs the absorbed form where at least as many tokens are cached before it
-            (:func:`absorbs_up_to`); queries of at most 8 tokens always do.
+            (:func:`absorbs_up_to`), or ``ABSORBS_ALL``; queries of at most 8 tokens always do.
         window, sinks: tokens that a query sees up to itself, -1: all; and at the beginning. A query then costs a
             window in both forms, and expanding costs all tokens that some query sees.
     """
+    if short == ABSORBS_ALL:
+        return True
     if window < 0 or query_length <= MAX_DECODE_QUERY_LENGTH:
         return query_length <= max(MAX_DECODE_QUERY_LENGTH, min(short, cached_length))
     tokens = cached_length + query_length
@@ -200,13 +217,46 @@ def lay_out(
     groups = [Group(query_lengths[run[0]], tuple(run), (0,) * len(run), offset[run[0]]) for run in decoded]
     for begin in range(0, len(pieces), MAX_GROUP):
         rows, first_query = zip(*pieces[begin : begin + MAX_GROUP], strict=True)
-        groups.append(Group(size, rows, first_query, -1))
+        first = offset[rows[0]] + first_query[0]
+        tokens_of = (offset[row] + query for row, query in zip(rows, first_query, strict=True))
+        is_dense = all(token == first + size * index for index, token in enumerate(tokens_of))
+        groups.append(Group(size, rows, first_query, first if is_dense else -1))
     waves = [
         Wave(run.start, run.stop, offset[run.start], queries, _chunks(spans[run.start : run.stop], queries, limit))
         for run in expanded
         for queries in [query_lengths[run.start : run.stop]]
     ]
     return BatchLayout(tuple(groups), tuple(waves), tokens)
+
+
+def saves_launches(
+    costs: dict[str, FormCost], layout: BatchLayout, absorbed: BatchLayout, launch_flop: int = LAUNCH_FLOP
+) -> bool:
+    """True where a batch takes less time with all its sequences absorbed: the launches of its waves, which all of them
+    share, count for more than the FLOP that the absorbed form has more.
+
+    Args:
+        costs: of :func:`form_costs`.
+        layout, absorbed: of the batch, by the FLOP of each sequence and with ``ABSORBS_ALL``.
+        launch_flop: FLOP in the time of a launch.
+    """
+    flop = 0
+    for wave in layout.waves:
+        for index, queries in enumerate(wave.query_lengths):
+            seen = sum(chunk.lengths[index] for chunk in wave.chunks)
+            mine = [costs[form].flops(queries, seen - queries) for form in ("absorbed", "expanded")]
+            flop += mine[0] - mine[1]
+    expanded = costs["expanded"].launches * sum(len(wave.chunks) for wave in layout.waves)
+    return flop < launch_flop * (expanded + _group_launches(costs, layout) - _group_launches(costs, absorbed))
+
+
+def _group_launches(costs: dict[str, FormCost], layout: BatchLayout) -> int:
+    """Of all groups, with gathers of pieces that overlap (two of queries, one of results) and copies of results, which
+    a batch of one call spares."""
+    is_one_call = len(layout.groups) == 1 and not layout.waves
+    overlap = sum(group.first_token < 0 for group in layout.groups)
+    copies = 0 if is_one_call else len(layout.groups) + overlap
+    return len(layout.groups) * costs["absorbed"].launches + 3 * overlap + copies
 
 
 def _chunks(spans: list[tuple[int, int, int]], queries: tuple[int, ...], limit: int) -> tuple[Chunk, ...]:

@@ -18,12 +18,17 @@ from torch.nn import functional as F
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels.gqa_decode.api import plan_gqa_decode
 from mha2mla.kernels.mixed_attention.layout import (
+    ABSORBS_ALL,
+    LAUNCH_FLOP,
     MAX_DECODE_QUERY_LENGTH,
     BatchLayout,
+    FormCost,
     Group,
     Wave,
     absorbs_up_to,
+    form_costs,
     lay_out,
+    saves_launches,
 )
 from mha2mla.kernels.mla_decode.api import plan_mla_decode
 from mha2mla.kernels.rope_append.api import slots_of
@@ -37,8 +42,8 @@ class GroupPart(NamedTuple):
     """Tensors of a :class:`Group` of B_g rows: ``block_table [B_g, max_pages]``, ``cache_seqlens [B_g]``,
     ``cache_starts [B_g]`` or None; then the fields of a plan of the decode op.
 
-    Where rows are pieces of queries, ``tokens [B_g * S_q]`` of the batch are read; ``targets [n]`` are the same without
-    repetitions, and their results are rows ``sources [n]``; int32. Else they are None.
+    Where rows do not lie side by side, ``tokens [B_g * S_q]`` of the batch are read; ``targets [n]`` are the same
+    without repetitions, and their results are rows ``sources [n]``; int32. Else they are None.
     """
 
     block_table: Tensor
@@ -55,7 +60,8 @@ class GroupPart(NamedTuple):
 
 class ChunkPart(NamedTuple):
     """Tensors of a chunk's tokens: ``rows [T]`` of the cache; ``lost [T]`` bool, of those without a page (rows that pad
-    the batch); ``positions [T]`` in their sequences; and ``cu_seqlens_k [sequences of the wave + 1]``. int32."""
+    the batch), or [0] where all have one; ``positions [T]`` in their sequences; and ``cu_seqlens_k [sequences of the
+    wave + 1]``. int32."""
 
     rows: Tensor
     lost: Tensor
@@ -118,12 +124,9 @@ class MixedPlan:
         """Tokens that a row of the page table holds."""
         return self.block_table.shape[1] * self.page_size
 
-    def parts(self) -> Parts:
-        """The plan's calls and their tensors, made once: views of the packed ones. Reads nothing on the device."""
-        return self._parts
-
     @cached_property
-    def _parts(self) -> Parts:
+    def parts(self) -> Parts:
+        """The plan's calls and their tensors: views of the packed ones. Reads nothing on the device."""
         layout = lay_out(
             *map(tuple, self.lengths.tolist()), self.short, self.max_expanded_tokens, self.window, self.sinks
         )
@@ -132,12 +135,12 @@ class MixedPlan:
         index, workspace = _unpack(self.index, shapes[:of_index]), _unpack(self.workspace, shapes[of_index:])
         batch, starts = (self.block_table, self.cache_seqlens, self.cache_starts), self.cache_starts is not None
         for group in layout.groups:
-            if group.first_token >= 0:
+            if not group.has_pieces:
                 rows = slice(group.rows[0], group.rows[-1] + 1)
-                mine = [*[None if tensor is None else tensor[rows] for tensor in batch], None, None, None]
+                mine = [None if tensor is None else tensor[rows] for tensor in batch]
             else:
-                table, seqlens = index.pop(), index.pop()
-                mine = [table, seqlens, index.pop() if starts else None, *(index.pop() for _ in range(3))]
+                mine = [index.pop(), index.pop(), index.pop() if starts else None]
+            mine += [index.pop() if group.first_token < 0 else None for _ in range(3)]
             groups.append(GroupPart(*mine, index.pop(), index.pop(), workspace.pop(), workspace.pop()))
         waves = [
             (
@@ -155,8 +158,8 @@ class MixedPlan:
         Raises:
             ValueError: there are queries of more than 8 tokens, whose calls depend on lengths that the host must know.
         """
-        layout, groups, waves = self.parts()
-        if waves or any(group.first_token < 0 for group in layout.groups):
+        layout, groups, waves = self.parts
+        if waves or any(group.has_pieces for group in layout.groups):
             raise ValueError(
                 f"lengths has queries of up to {int(self.lengths[0].max())} tokens; expected at most"
                 f" {MAX_DECODE_QUERY_LENGTH}, or a new plan"
@@ -213,6 +216,8 @@ def plan_mla_attention(
     sinks: int = 0,
     max_expanded_tokens: int = MAX_EXPANDED_TOKENS,
     num_splits: int | None = None,
+    has_padding: bool = True,
+    launch_flop: int | None = None,
     backend: str | None = None,
 ) -> MixedPlan:
     """A plan for calls of :func:`mla_attention` over caches of these shapes and sequences of these lengths.
@@ -235,6 +240,9 @@ def plan_mla_attention(
         max_expanded_tokens: cached tokens that are expanded to keys and values at a time, which bounds the workspace
             to ``max(max_expanded_tokens, longest query)`` tokens of ``lcm(h_kv, G) (d_n + d_r + d_v)`` elements.
         num_splits: pieces per sequence of the decode op's calls, as in :func:`plan_mla_decode`.
+        has_padding: rows of the block table may pad the batch. False spares layers a look for tokens without a page.
+        launch_flop: FLOP in the time that a launch takes, by which a batch of short prompts runs the absorbed form;
+            None: as measured on a GPU, 0 on a CPU.
         backend: as in :func:`mla_attention`.
 
     Raises:
@@ -254,9 +262,11 @@ def plan_mla_attention(
     like = latent_cache if pages.dtype == torch.float8_e4m3fn else pages
     query = pages.new_empty((), dtype=dtype or like.dtype).expand(heads, width)
     decode_plan = partial(plan_mla_decode, qk_rope_head_dim=rope, latent_dtype=latent_cache.dtype, backend=backend)
+    if launch_flop is None:
+        launch_flop = LAUNCH_FLOP if block_table.is_cuda else 0
     return _plan(
         decode_plan, query, pages, block_table, cache_seqlens, lengths, cache_starts, window, sinks,
-        absorbs_up_to(geometry), max_expanded_tokens, num_splits,
+        absorbs_up_to(geometry), max_expanded_tokens, num_splits, has_padding, form_costs(geometry), launch_flop,
     )  # fmt: skip
 
 
@@ -273,6 +283,7 @@ def plan_gqa_attention(
     sinks: int = 0,
     max_expanded_tokens: int = MAX_EXPANDED_TOKENS,
     num_splits: int | None = None,
+    has_padding: bool = True,
     backend: str | None = None,
 ) -> MixedPlan:
     """A plan for calls of :func:`gqa_attention`.
@@ -281,8 +292,8 @@ def plan_gqa_attention(
         key_cache: [P, page, h_kv, d_k]; only its shape, dtype and device are read, as of ``value_cache``.
         value_cache: [P, page, h_kv, d_v].
         max_expanded_tokens: cached tokens that are gathered at a time.
-        block_table, cache_seqlens, lengths, num_attention_heads, cache_starts, window, sinks, num_splits, backend:
-            as in :func:`plan_mla_attention`.
+        block_table, cache_seqlens, lengths, num_attention_heads, cache_starts, window, sinks, num_splits, has_padding,
+            backend: as in :func:`plan_mla_attention`.
 
     Raises:
         ValueError: naming the argument, what it was and what it must be.
@@ -292,16 +303,17 @@ def plan_gqa_attention(
     decode_plan = partial(plan_gqa_decode, v_head_dim=value_cache.shape[3], backend=backend)
     return _plan(
         decode_plan, query, key_cache, block_table, cache_seqlens, lengths, cache_starts, window, sinks,
-        MAX_DECODE_QUERY_LENGTH, max_expanded_tokens, num_splits,
+        MAX_DECODE_QUERY_LENGTH, max_expanded_tokens, num_splits, has_padding,
     )  # fmt: skip
 
 
 def _plan(
     decode_plan: Callable[..., DecodePlan], query: Tensor, pages: Tensor, block_table: Tensor, cache_seqlens: Tensor,
     lengths: Tensor, cache_starts: Tensor | None, window: int | None, sinks: int, short: int, max_expanded_tokens: int,
-    num_splits: int | None,
+    num_splits: int | None, has_padding: bool, costs: dict[str, FormCost] | None = None, launch_flop: int = 0,
 ) -> MixedPlan:  # fmt: skip
-    """``query`` [H, d], with the queries' dtype and device, and ``pages``: what ``decode_plan`` looks at."""
+    """``query`` [H, d], with the queries' dtype and device, and ``pages``: what ``decode_plan`` looks at; ``costs``: of
+    the forms, where a batch may be absorbed to save launches."""
     batch, page_size = block_table.shape[0], pages.shape[1]
     if lengths.shape != (3, batch) or lengths.dtype != torch.int32 or lengths.device.type != "cpu":
         raise ValueError(
@@ -316,9 +328,13 @@ def _plan(
     query_lengths, cached_lengths, starts = map(tuple, lengths.tolist())
     limits = (-1 if window is None else window, sinks)
     layout = lay_out(query_lengths, cached_lengths, starts, short, max_expanded_tokens, *limits)
+    if launch_flop and layout.waves:
+        absorbed = lay_out(query_lengths, cached_lengths, starts, ABSORBS_ALL, max_expanded_tokens, *limits)
+        if saves_launches(costs, layout, absorbed, launch_flop):
+            short, layout = ABSORBS_ALL, absorbed
     index, workspace, given = [], [], (block_table, cache_seqlens, cache_starts)
     for group in layout.groups:
-        if group.first_token >= 0:
+        if not group.has_pieces:
             rows = slice(group.rows[0], group.rows[-1] + 1)
             mine = [None if x is None else x[rows] for x in given]
         else:
@@ -330,7 +346,7 @@ def _plan(
         index += plan.schedule, plan.splits
         workspace += plan.partial_out, plan.partial_lse
     for wave in layout.waves:
-        index += _index_wave(wave, block_table, cache_seqlens, page_size, sinks)
+        index += _index_wave(wave, block_table, cache_seqlens, page_size, sinks, has_padding)
     flat = [F.pad(tensor.flatten(), (0, -tensor.numel() % ALIGNMENT)) for tensor in index]
     shapes = [[tensor.ndim, *tensor.shape, *[0] * (5 - tensor.ndim)] for tensor in (*index, *workspace)]
     return MixedPlan(
@@ -349,15 +365,19 @@ def _rows_of_pieces(
     begins = [offset[row] + first for row, first in zip(group.rows, group.first_query, strict=True)]
     behind = [query_lengths[row] - q - size for row, q in zip(group.rows, group.first_query, strict=True)]
     rows, behind, token = _to_device([group.rows, behind, begins], device)
-    result_of = {first + q: piece * size + q for piece, first in enumerate(begins) for q in range(size)}
     mine = [None if tensor is None else tensor.index_select(0, rows) for tensor in batch]
     mine[1] = (mine[1] - behind).clamp_min(0)
+    if group.first_token >= 0:
+        return mine, [tensor for tensor in mine if tensor is not None]
+    result_of = {first + q: piece * size + q for piece, first in enumerate(begins) for q in range(size)}
     tokens = (token[:, None] + torch.arange(size, dtype=torch.int32, device=device)).flatten()
     targets_and_sources = _to_device([list(result_of), list(result_of.values())], device)
     return mine, [*(tensor for tensor in mine if tensor is not None), tokens, *targets_and_sources]
 
 
-def _index_wave(wave: Wave, block_table: Tensor, cache_seqlens: Tensor, page_size: int, sinks: int) -> list[Tensor]:
+def _index_wave(
+    wave: Wave, block_table: Tensor, cache_seqlens: Tensor, page_size: int, sinks: int, has_padding: bool
+) -> list[Tensor]:
     """``cu_seqlens_q`` of a wave, then the fields of each :class:`ChunkPart`."""
     device, table = block_table.device, block_table[wave.first : wave.stop]
     tensors = [*_to_device([[0, *accumulate(wave.query_lengths)]], device)]
@@ -371,7 +391,7 @@ def _index_wave(wave: Wave, block_table: Tensor, cache_seqlens: Tensor, page_siz
             position = position + gaps[sequence.long()] * (token - bounds[sequence.long()] >= sinks)
         slots = slots_of(table, sequence, position, page_size)
         _check_pages(slots, wave.first + sequence, position, cache_seqlens)
-        lost = slots < 0
+        lost = slots < 0 if has_padding else slots[:0]
         tensors += slots.clamp_min(0), lost.int(), position, bounds
     return tensors
 
@@ -397,13 +417,12 @@ def _to_device(rows: list, device: torch.device) -> Tensor:
 
 
 def check_lengths(layout: BatchLayout, lengths: Tensor, cache_seqlens: Tensor) -> None:
-    """Raise ValueError if sequences whose calls were made from ``lengths`` have other lengths on the device by now.
+    """Raise ValueError if sequences whose calls were made from ``lengths`` have other lengths by now.
 
-    Only on the CPU, where reading costs nothing; the decode op checks the other sequences. 0 is a row of padding.
+    ``cache_seqlens`` is on the CPU, where reading costs nothing; the decode op checks the other sequences. 0 is a row
+    of padding.
     """
-    if cache_seqlens.device.type != "cpu":
-        return
-    rows = {row for group in layout.groups if group.first_token < 0 for row in group.rows}
+    rows = {row for group in layout.groups if group.has_pieces for row in group.rows}
     rows.update(row for wave in layout.waves for row in range(wave.first, wave.stop))
     for row in sorted(rows):
         planned, is_now = int(lengths[:2, row].sum()), int(cache_seqlens[row])

@@ -307,7 +307,10 @@ def compute_rotary_keys(latent: Tensor, rope: LatentRope, positions: Tensor, *, 
     """
     if not runs_compiled(backend, latent.device, latent.dtype):
         return rotary_keys(latent, rope, positions)
-    raw = F.linear(latent.float(), rope.weight.float(), rope.bias.float())
+    if latent.dtype.itemsize == 2 and latent.dtype == rope.weight.dtype and latent.is_cuda:
+        raw = torch.mm(latent, rope.weight.T, out_dtype=torch.float32).add_(rope.bias)  # products are exact in float32
+    else:
+        raw = F.linear(latent.float(), rope.weight.float(), rope.bias.float())
     return _rotate(raw, rope, positions).to(latent.dtype)
 
 

@@ -183,7 +183,7 @@ def attend_sequences(queries, keys, values, lengths, window=None, sinks=0, scale
 
 
 def layout_of(plan):
-    return plan.parts().layout
+    return plan.parts.layout
 
 
 def error(value, expected):

@@ -11,8 +11,24 @@ from hypothesis import strategies as st
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import gqa_attention
-from mha2mla.kernels.mixed_attention.layout import absorbs_up_to, form_costs, lay_out
-from tests.kernels.mixed_attention.problems import SCALE, WIDTHS, Problem, error, gqa_plan, gqa_problem, layout_of
+from mha2mla.kernels.mixed_attention.layout import (
+    ABSORBS_ALL,
+    LAUNCH_FLOP,
+    absorbs_up_to,
+    form_costs,
+    lay_out,
+    saves_launches,
+)
+from tests.kernels.mixed_attention.problems import (
+    SCALE,
+    WIDTHS,
+    Problem,
+    Widths,
+    error,
+    gqa_plan,
+    gqa_problem,
+    layout_of,
+)
 
 
 @settings(max_examples=100, deadline=None)
@@ -73,6 +89,92 @@ def test_form_costs_are_those_of_their_products(computed):
         maps = 2 * queries * heads * nope * latent + 2 * queries * heads * latent * value
         attend = 2 * pairs * heads * (latent + rope) + 2 * pairs * heads * latent
         assert costs["absorbed"].flops(queries, cached) == maps + attend + keys * -(-queries // 8)
+
+
+SMALL = {computed: MLAGeometry(9, 1, 192, 128, 64, 64, 3, rope_from_latent=computed) for computed in (False, True)}
+
+
+@pytest.mark.parametrize(
+    ("computed", "lengths", "saves"),
+    [
+        (True, [512], True),  # 2.3 GFLOP more against four launches
+        (True, [1200], True),
+        (True, [1600], False),
+        (True, [509], True),  # pieces overlap: one launch less
+        (True, [900], False),
+        (True, [512] * 8, False),  # launches are the batch's, FLOP each sequence's
+        (True, [128] * 8, True),
+        (True, [1, 128], True),  # beside a sequence that decodes
+        (False, [128], True),
+        (False, [127], False),  # no launch less
+    ],
+)
+def test_short_prompts_are_absorbed_to_save_launches(computed, lengths, saves):
+    """SmolLM2's shape at half of its cache."""
+    costs = form_costs(SMALL[computed])
+    assert [cost.launches for cost in costs.values()] == [4, 8 if computed else 5]
+    zeros = (0,) * len(lengths)
+    both = [
+        lay_out(tuple(lengths), zeros, zeros, short, 16384) for short in (absorbs_up_to(SMALL[computed]), ABSORBS_ALL)
+    ]
+    assert both[0].waves and not both[1].waves
+    assert saves_launches(costs, *both) is saves
+    flop = [sum(costs[form].flops(length, 0) for length in lengths if length > 8) for form in ("absorbed", "expanded")]
+    assert saves_launches(costs, *both, launch_flop=flop[0]) is (computed or lengths == [128])
+    assert not saves_launches(costs, *both, launch_flop=0)
+    assert round(LAUNCH_FLOP / 166e12, 6) == 27e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [
+        ("per group", ([16, 24], [0, 0])),
+        ("no nope from the latent", ([16, 24], [9, 0])),
+        ("from the latent", ([13], [0])),
+        ("from the latent", ([40, 16, 1], [3, 0, 7])),
+    ],
+)
+def test_prompts_that_are_absorbed_for_their_launches(name, lengths):
+    problem = Problem.make(WIDTHS[name], lengths, dtype=torch.float64)
+    assert layout_of(problem.plan()).waves  # launches cost nothing on a CPU
+    plan = problem.plan(launch_flop=10**12)
+    layout, parts, _ = plan.parts
+    assert not layout.waves and [group.has_pieces for group in layout.groups] == [False] * (1 in lengths[0]) + [True]
+    assert (parts[-1].tokens is None) is (lengths[0] != [13])  # pieces of 8 lie side by side
+    assert error(problem.run(plan), problem.exact()) < 1e-14
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("computed", [True, False], ids=["computed keys", "stored keys"])
+@pytest.mark.parametrize("length", [256, 250])
+def test_forms_launch_as_many_kernels_as_counted(computed, length):
+    widths = Widths(9, 3, 1, 192, 128, 64, 64, 64, from_latent=computed)
+    problem = Problem.make(widths, ([length], [0]), torch.bfloat16, "cuda")
+    costs = form_costs(MLAGeometry(9, 1, 192, 128, 64, 64, 3, rope_from_latent=computed))
+    for form, flop in (("expanded", 0), ("absorbed", 10**15)):
+        plan = problem.plan(launch_flop=flop, has_padding=False)
+        if bool(layout_of(plan).waves) is (form == "absorbed"):
+            assert form == "absorbed" and not computed and length == 250  # which saves nothing
+            continue
+        with torch.no_grad():
+            out = problem.run(plan)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                problem.run(plan)
+                torch.cuda.synchronize()
+        kernels = [each.name for each in profile.events() if each.device_type == torch.autograd.DeviceType.CUDA]
+        expected = costs[form].launches + 3 * (form == "absorbed" and length == 250)
+        assert len(kernels) == expected, kernels
+        assert error(out, problem.exact()) < 2e-2
+
+
+@pytest.mark.parametrize("name", ["per group", "from the latent"])
+def test_a_batch_without_padding_is_gathered_as_it_is(name):
+    problem = Problem.make(WIDTHS[name], ([12, 40], [5, 0]))
+    plans = [problem.plan(has_padding=has_padding) for has_padding in (True, False)]
+    lost = [[len(chunk.lost) for _, chunks in plan.parts.waves for chunk in chunks] for plan in plans]
+    assert lost == [[57], [0]]
+    assert torch.equal(*map(problem.run, plans))
+    assert error(problem.run(plans[1]), problem.exact()) < 2e-6
 
 
 def test_a_plan_for_other_lengths_in_the_same_tensors():
