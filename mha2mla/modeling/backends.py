@@ -30,7 +30,7 @@ from mha2mla.kernels import (
     plan_mla_decode,
     read_codes,
 )
-from mha2mla.modeling.cache_layout import fp8_layout, gqa_layout, latent_layout, quantizer_of
+from mha2mla.modeling.cache_layout import PAGE_SIZE, fp8_layout, gqa_layout, latent_layout, quantizer_of
 from mha2mla.modeling.registry import (
     AttentionBackend,
     AttentionConstants,
@@ -122,6 +122,18 @@ def _numbered(block_table: Tensor) -> Tensor:
     """[B, max_pages], places counted row by row; -1 where there is no page."""
     places = torch.arange(block_table.numel(), dtype=torch.int32, device=block_table.device).view_as(block_table)
     return torch.where(block_table < 0, -1, places)
+
+
+def rounded_latents(latent: Tensor, geometry: MLAGeometry, centers: Tensor | None) -> Tensor:
+    """``latent`` [N, d_c] as its codes give it back, bit for bit what a cache of them does: written to pages of its own
+    and read. Without gradients."""
+    quantizer, (rows, width), device = quantizer_of(geometry), latent.shape, latent.device
+    pages, row = -(-rows // PAGE_SIZE), quantizer.bytes_per_row(width)
+    cache = torch.empty(pages, PAGE_SIZE, row, dtype=torch.uint8, device=device)
+    slots = torch.arange(rows, dtype=torch.int32, device=device)
+    append_codes(latent, cache, slots, quantizer, centers)
+    read = read_codes(cache, slots[None, :pages], width, quantizer, centers, latent.dtype)
+    return read.flatten(0, 1)[:rows]
 
 
 def append_latents(

@@ -77,6 +77,24 @@ class CacheLayout:
                     made[tensor.name].fill_(fill)
         return made
 
+    def views(self, pages: Tensor) -> dict[str, Tensor]:
+        """The tensors by name in pages of bytes [P, page_size, bytes_per_token] uint8: in each page the rows of one
+        tensor behind those of another, so that rows lie side by side.
+
+        Raises:
+            ValueError: pages have another shape or dtype.
+        """
+        wanted = (self.page_size, self.bytes_per_token)
+        if pages.shape[1:] != wanted or pages.dtype != torch.uint8:
+            raise ValueError(
+                f"pages is {pages.dtype} {tuple(pages.shape)}; expected torch.uint8 {('P', *wanted)} for {self.name}"
+            )
+        parts = pages.flatten(1).split([self.page_size * tensor.bytes_per_token for tensor in self.tensors], dim=1)
+        return {
+            tensor.name: part.view(tensor.dtype).unflatten(1, (self.page_size, *tensor.shape))
+            for part, tensor in zip(parts, self.tensors, strict=True)
+        }
+
     def copy_pages(self, cache: Mapping[str, Tensor], copies: Iterable[PageCopy]) -> None:
         """Carries out what :meth:`PageAllocator.plan_growth` asks for, in every tensor of ``cache``."""
         pairs = [(copy.source, copy.target) for copy in copies]

@@ -1,15 +1,20 @@
 """Steps of another engine over its own pages, by this package's backends. No vLLM here.
 
-The engine stores one row a token and layer, ``[c | k_pe of G heads]``, or c alone; with keys in 8 bits a page has all
-its latents, then its keys, then their scales. The ops are those of the attention backends
-(:mod:`mha2mla.modeling.backends`); all of a batch's sequences bring as many tokens, at most 8: a plan of the
-decode op, which stays where it is, so that a CUDA graph can be replayed; else a plan of the mixed op.
+The engine stores one row a token and layer, ``[c | k_pe of G heads]``, or c alone, in the model's dtype; with codes of
+latents or keys, one row of bytes, and a page has all its latents, then its keys, then their scales
+(:meth:`CacheLayout.views`). The ops are those of the attention backends (:mod:`mha2mla.modeling.backends`). A batch
+whose sequences all bring as many tokens, at most 8, has a plan of the decode op, which stays where it is, so that a
+CUDA graph can be replayed; others have a plan of the mixed op. That reads latents in 16 bits: where the cache holds
+codes, sequences that decode are a call of their own, and the others as many at a time as their copies may take room.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,38 +22,43 @@ from torch import Tensor
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH, MAX_EXPANDED_TOKENS, compile_ahead
 from mha2mla.modeling.batch import UniformBatch, uniform_length
-from mha2mla.modeling.cache_layout import PAGE_SIZE
+from mha2mla.modeling.cache_layout import PAGE_SIZE, latent_layout
 from mha2mla.modeling.registry import AttentionBackend, AttentionConstants
-from mha2mla.modeling.step import AttentionStep, CacheLayer, StepPlanner
+from mha2mla.modeling.step import AttentionStep, CacheLayer, StepPlanner, with_one_workspace
 
 LayerKey = tuple[MLAGeometry, tuple[int | None, int]]
 SERVED_BY = "mla_paged"  # attention backend
 MAX_WARMUP_BATCH = 64  # sequences: larger batches take the same kernels
+MAX_COPIED_TOKENS = 65536  # 128 MiB of 1,024 elements in 16 bits, dequantised for a call of the mixed op
 
 
-def row_width(geometry: MLAGeometry, itemsize: int) -> int:
-    """Elements of ``itemsize`` bytes that a token takes."""
-    return -(-geometry.cache_bytes_per_token(itemsize) // itemsize)
+class Row(NamedTuple):
+    """What an engine stores of a token and layer: ``width`` elements of ``dtype``."""
+
+    width: int
+    dtype: torch.dtype
 
 
-def cache_views(rows: Tensor, geometry: MLAGeometry) -> dict[str, Tensor]:
-    """``latent_cache`` [P, page, d_c] and ``rope_cache`` [P, page, G, d_r], if any, of pages [P, page, row]; with e4m3
-    keys ``rope_scale`` [P, page].
+def row_of(geometry: MLAGeometry, dtype: torch.dtype) -> Row:
+    """The row of a model of ``dtype``: bytes where latents or keys are codes."""
+    if geometry.has_codes or geometry.has_key_codes:
+        return Row(latent_layout(geometry, PAGE_SIZE, dtype).bytes_per_token, torch.uint8)
+    return Row(geometry.cache_numel_per_token, dtype)
+
+
+def cache_views(rows: Tensor, geometry: MLAGeometry, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of :func:`mha2mla.modeling.cache_layout.latent_layout` by name in an engine's pages [P, page, row].
 
     Raises:
-        ValueError: rows are not as wide as the geometry's.
+        ValueError: rows are no :func:`row_of` the geometry and the model's ``dtype``.
     """
-    if rows.shape[-1] != (width := row_width(geometry, rows.itemsize)):
-        raise ValueError(f"rows.shape is {tuple(rows.shape)}; expected rows of {width} for {geometry}")
-    if geometry.has_key_codes:
-        page, latents = rows.shape[1], (geometry.kv_lora_rank, rows.dtype)
-        kinds = (latents, (geometry.qk_rope_head_dim, torch.float8_e4m3fn), (1, torch.float32))
-        sizes = [page * numbers * dtype.itemsize for numbers, dtype in kinds]
-        parts = rows.flatten(1).view(torch.uint8)[:, : sum(sizes)].split(sizes, dim=1)
-        latent, keys, scale = (
-            part.view(dtype).unflatten(1, (page, numbers)) for part, (numbers, dtype) in zip(parts, kinds, strict=True)
+    row = row_of(geometry, dtype)
+    if (rows.shape[-1], rows.dtype) != row:
+        raise ValueError(
+            f"rows is {rows.dtype} {tuple(rows.shape)}; expected rows of {row.width} {row.dtype} for {geometry}"
         )
-        return {"latent_cache": latent, "rope_cache": keys[:, :, None], "rope_scale": scale[:, :, 0]}
+    if row.dtype is torch.uint8:
+        return latent_layout(geometry, rows.shape[1], dtype).views(rows)
     latent = rows[..., : geometry.kv_lora_rank]
     if not geometry.has_rope_cache:
         return {"latent_cache": latent}
@@ -72,8 +82,50 @@ def key_of(layer: AttentionConstants) -> LayerKey:
     return layer.geometry, layer.limits
 
 
+@dataclass(frozen=True)
+class EngineStep:
+    """A step of an engine.
+
+    Attributes:
+        batch: where all its new tokens go.
+        calls: of consecutive sequences: which of the tokens are theirs, and what attends to them.
+    """
+
+    batch: UniformBatch
+    calls: tuple[tuple[slice, AttentionStep], ...]
+
+
+def calls_of(
+    query_lengths: Sequence[int], total_lengths: Sequence[int], *, has_codes: bool, page_size: int = PAGE_SIZE
+) -> list[tuple[int, int, int | None]]:
+    """First and last sequence (excluded) of each call of a step whose sequences bring different numbers of tokens, and
+    the number where they bring the same; None: the mixed op serves them.
+
+    Where latents are codes, a call of the mixed op reads at most :data:`MAX_COPIED_TOKENS` rows of pages, or those of
+    one sequence.
+    """
+    count = len(query_lengths)
+    if not has_codes:
+        return [(0, count, None)]
+    first, alike = query_lengths[0] if count else 0, 0
+    if 0 < first <= MAX_DECODE_QUERY_LENGTH:
+        alike = next((at for at, length in enumerate(query_lengths) if length != first), 0)
+    calls = [(0, alike, first)] if alike else []
+    begin, longest = alike, 0
+    for row in range(alike, count):
+        longest = max(longest, _columns(total_lengths[row], page_size))
+        if row > begin and (row + 1 - begin) * longest * page_size > MAX_COPIED_TOKENS:
+            calls.append((begin, row, None))
+            begin, longest = row, _columns(total_lengths[row], page_size)
+    return [*calls, (begin, count, None)]
+
+
+def _columns(tokens: int, page_size: int) -> int:
+    return max(1, -(-tokens // page_size))
+
+
 class EngineSteps:
-    """Steps over an engine's pages, of layers whose rows have the same width, dtype and device.
+    """Steps over an engine's pages, of layers with the same row, on one device.
 
     Args:
         layers: what differs between them; each once.
@@ -92,6 +144,7 @@ class EngineSteps:
         self._layers = list({key_of(layer): layer for layer in layers}.values())
         self._index = {key_of(layer): index for index, layer in enumerate(self._layers)}
         self._backend, self._dtype, self._planner = backend, dtype, StepPlanner()
+        self._has_codes = any(layer.geometry.has_codes for layer in layers)
         # Graphs read these where they are.
         self._positions = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._slots = torch.full((max_tokens,), -1, dtype=torch.int32, device=device)
@@ -105,7 +158,7 @@ class EngineSteps:
         slots: Tensor,
         block_table: Tensor,
         cache_seqlens: Tensor,
-    ) -> AttentionStep:
+    ) -> EngineStep:
         """A step with its plans; those of decode steps stay where they are from call to call.
 
         Args:
@@ -115,46 +168,80 @@ class EngineSteps:
             block_table: [B, max_pages] int32.
             cache_seqlens: [B] int32 on the device, exact; 0 for rows that pad the batch.
         """
-        tokens = positions.shape[0]
+        tokens, page_size = positions.shape[0], rows.shape[1]
         mine = self._positions[:tokens], self._slots[:tokens]
         mine[0].copy_(positions)
         mine[1].copy_(slots)
-        length = uniform_length(query_lengths, tokens)
-        lengths = None if length is not None else host_lengths(query_lengths, total_lengths)
-        batch = UniformBatch(*mine, block_table, cache_seqlens, None, lengths)
+        whole = UniformBatch(*mine, block_table, cache_seqlens, None)
         layers = [
-            CacheLayer(self._backend, layer, cache_views(rows, layer.geometry), self._dtype) for layer in self._layers
+            CacheLayer(self._backend, layer, cache_views(rows, layer.geometry, self._dtype), self._dtype)
+            for layer in self._layers
         ]
-        return self._planner.step(layers, (batch,) * len(layers), length)
+        length = uniform_length(query_lengths, tokens)
+        if length is not None:
+            calls = [(0, len(query_lengths), length)]
+        else:
+            calls = calls_of(query_lengths, total_lengths, has_codes=self._has_codes, page_size=page_size)
+        offsets, workspaces, made = [0, *accumulate(query_lengths)], {}, []
+        for first, stop, length in calls:
+            # Tokens behind the last sequence pad the step.
+            where = slice(offsets[first], tokens if stop == len(query_lengths) else offsets[stop])
+            table, lengths, totals = block_table[first:stop], None, total_lengths[first:stop]
+            if length is None:
+                lengths = host_lengths(query_lengths[first:stop], totals)
+                if self._has_codes:  # what is copied
+                    table = table[:, : _columns(max(totals, default=0), page_size)].contiguous()
+            batch = UniformBatch(*(x[where] for x in mine), table, cache_seqlens[first:stop], None, lengths)
+            call = self._planner.step(layers, (batch,) * len(layers), length)
+            if length is None:
+                call = replace(call, plans=tuple(with_one_workspace(call.plans, ("workspace",), workspaces)))
+            made.append((where, call))
+        return EngineStep(whole, tuple(made))
 
     def run(
-        self, step: AttentionStep, layer: AttentionConstants, tensors: Mapping[str, Tensor | None], rows: Tensor
+        self, step: EngineStep, layer: AttentionConstants, tensors: Mapping[str, Tensor | None], rows: Tensor
     ) -> Tensor:
-        """Appends a layer's new tokens and attends: [N, H, d_v].
+        """Appends a layer's new tokens, all of them, since sequences may share pages; then attends: [N, H, d_v].
 
         Args:
             tensors: by the backend's names, of the step's tokens.
             rows: the layer's pages [P, page, row].
         """
-        return step.run(self._index[key_of(layer)], tensors, cache_views(rows, layer.geometry))[1]
+        index, cache = self._index[key_of(layer)], cache_views(rows, layer.geometry, self._dtype)
+        rotated = self._backend.append(tensors, cache, step.batch, layer)
+        tensors, per_token = {**tensors, **rotated}, {*self._backend.per_token, *rotated}
+        found = []
+        for where, call in step.calls:
+            mine = tensors
+            if len(step.calls) > 1:
+                mine = {n: t[where] if n in per_token and t is not None else t for n, t in tensors.items()}
+            found.append(self._backend.attend(mine, cache, call.batches[index], call.plans[index], layer))
+        return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def warm_up_batches(max_tokens: int, max_length: int) -> list[tuple[list[int], list[int]]]:
+def warm_up_batches(max_tokens: int, max_length: int, *, has_codes: bool = False) -> list[tuple[list[int], list[int]]]:
     """New tokens, and tokens with the new ones, per sequence: steps that between them launch every kernel that steps
     of at most ``max_tokens`` new tokens and sequences of at most ``max_length`` need, and take the most workspace.
 
-    Short queries may come in any step, as what a chunk or a cached prefix left of a prompt.
+    Short queries may come in any step, as what a chunk or a cached prefix left of a prompt; where latents are codes,
+    those that are not as many as the first sequence's attend to the largest copy.
     """
     lengths = [2**n for n in range(MAX_DECODE_QUERY_LENGTH.bit_length())]  # that kernels are compiled for
     batches = [2**n for n in range(MAX_WARMUP_BATCH.bit_length())]
     decode = [[length] * batch for length in lengths for batch in batches if length * batch <= max_tokens]
+    copied = []
+    for length in lengths if has_codes else ():
+        room = MAX_COPIED_TOKENS // (PAGE_SIZE * _columns(max_length, PAGE_SIZE))
+        count = min(max(1, room), (max_tokens - 2) // length)
+        if count > 0:
+            copied.append(([1 + length % 2, *[length] * count], [max(length, max_length)] * (1 + count)))
     rest, mixed = max_tokens - 1, [1]
     while rest > 0:
         mixed.append(min(rest, max_length))
         rest -= mixed[-1]
     # One sequence is longer than what is expanded at a time.
-    totals = [1, *(min(max_length, new + MAX_EXPANDED_TOKENS) for new in mixed[1:2]), *mixed[2:]]
-    return [*((each, each) for each in decode), (mixed, totals)]
+    longest = [max_length if has_codes else min(max_length, new + MAX_EXPANDED_TOKENS) for new in mixed[1:2]]
+    return [*((each, each) for each in decode), *copied, (mixed, [1, *longest, *mixed[2:]])]
 
 
 def warm_up(
@@ -186,8 +273,9 @@ def _run_batches(
     query = tensors["q_pe"]
     device, most = query.device, query.shape[0]
     steps = EngineSteps([layer], backend, query.dtype, most, device)
-    rows = query.new_zeros(1, PAGE_SIZE, row_width(layer.geometry, query.itemsize))
-    for query_lengths, total_lengths in warm_up_batches(most, max_length):
+    row, has_codes = row_of(layer.geometry, query.dtype), layer.geometry.has_codes
+    rows = query.new_zeros(1, PAGE_SIZE, row.width, dtype=row.dtype)
+    for query_lengths, total_lengths in warm_up_batches(most, max_length, has_codes=has_codes):
         tokens, columns = sum(query_lengths), -(-max(total_lengths) // PAGE_SIZE)
         positions = torch.zeros(tokens, dtype=torch.int32, device=device)
         table = positions.new_zeros(len(query_lengths), columns)

@@ -24,27 +24,26 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
-from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH
-from mha2mla.modeling.backends import ATTENTION_BACKENDS
+from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH, decodes_codes
+from mha2mla.modeling.backends import ATTENTION_BACKENDS, rounded_latents
 from mha2mla.modeling.batch import token_places
 from mha2mla.modeling.cache_layout import PAGE_SIZE
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.families import FAMILIES
-from mha2mla.modeling.step import AttentionStep
 from mha2mla.modeling.tensor_parallel import HeadShard
-from mha2mla.serving.paged_step import SERVED_BY, EngineSteps, row_width, warm_up
+from mha2mla.serving.paged_step import SERVED_BY, EngineStep, EngineSteps, row_of, warm_up
 
 
 @dataclass
 class LatentMetadata(AttentionMetadata):
     """A step, and what runs the layers of one builder over it."""
 
-    step: AttentionStep
+    step: EngineStep
     steps: EngineSteps
 
 
 class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
-    """Plans of a step, once for all layers with rows of one width."""
+    """Plans of a step, once for all layers with rows of one width and dtype."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
@@ -100,7 +99,7 @@ class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
 
 
 class LatentBackend(AttentionBackend):
-    """Pages of 64 rows as of :mod:`mha2mla.serving.paged_step`, as elements of the model's dtype."""
+    """Pages of 64 rows as of :mod:`mha2mla.serving.paged_step`: elements of the model's dtype, or bytes."""
 
     @staticmethod
     def get_name() -> str:
@@ -131,7 +130,7 @@ class LatentImpl(AttentionImplBase[LatentMetadata]):
     def __init__(self, layer: MLAParallelAttention, warm_up_length: int | None) -> None:
         self._warm_up_length = warm_up_length  # of the longest sequence; None where there is nothing to warm up
         geometry = layer.constants.geometry
-        self.num_heads, self.head_size = geometry.num_attention_heads, layer.row_width
+        self.num_heads, self.head_size = geometry.num_attention_heads, layer.row.width
         self.num_kv_heads, self.scale = 1, layer.constants.softmax_scale
         self.backend = ATTENTION_BACKENDS.get(SERVED_BY)
 
@@ -152,7 +151,7 @@ class LatentImpl(AttentionImplBase[LatentMetadata]):
         Args:
             query: [N, H, d_n + d_r], before RoPE.
             key: [N, d_c], latents.
-            value: [N, G, d_r] rotary keys before RoPE; anything where the cache has none.
+            value: [N, G, d_r] rotary keys before RoPE; anything where the cache has none, and where latents are codes.
             kv_cache: [P, page, row].
             attn_metadata: None while vLLM measures memory, with the largest step's tokens: the first of layers that are
                 alike warms up then, once, and the output is zero.
@@ -183,6 +182,11 @@ class LatentImpl(AttentionImplBase[LatentMetadata]):
         }
         if geometry.has_key_codes or not geometry.has_rope_cache:
             tensors["rope_weight"], tensors["rope_bias"] = layer.k_rope_proj.weight, layer.k_rope_proj.bias
+        if geometry.has_codes:
+            tensors["latent_centers"] = layer.latent_centers
+            if geometry.has_rope_cache:  # made of what codes give back; here, where no compiler fuses its rounding
+                latent = rounded_latents(key, geometry, layer.latent_centers)
+                tensors["k_pe"] = layer.project_keys(latent)
         return tensors
 
 
@@ -206,7 +210,7 @@ class MLAParallelAttention(nn.Module, AttentionLayerBase):
         cached_geometry = HeadShard.of(config.cached_geometry(layer_idx), rank, size).geometry
         self.constants = replace(config.attention_constants()[layer_idx], geometry=cached_geometry)
         self.layer_name, self.num_heads = prefix, shard.geometry.num_attention_heads
-        self.row_width = row_width(cached_geometry, vllm_config.model_config.dtype.itemsize)
+        self.row = row_of(cached_geometry, vllm_config.model_config.dtype)
         self.kv_cache = torch.tensor([])
         context = vllm_config.compilation_config.static_forward_context
         alike = any(getattr(other, "constants", None) == self.constants for other in context.values())
@@ -250,6 +254,8 @@ class MLAParallelAttention(nn.Module, AttentionLayerBase):
         )
         frequencies = torch.zeros(geometry.num_rope_heads, geometry.qk_rope_head_dim // 2, dtype=torch.float32)
         self.register_buffer("inv_freq", frequencies)
+        if cached_geometry.has_codes:
+            self.register_buffer("latent_centers", torch.zeros(2, geometry.kv_lora_rank))
 
         if prefix in context:
             raise ValueError(f"prefix is {prefix!r}; expected a name that no other layer has")
@@ -272,27 +278,46 @@ class MLAParallelAttention(nn.Module, AttentionLayerBase):
         value = latent
         if geometry.has_rope_cache:
             value = k_pe.unflatten(-1, (geometry.num_rope_heads, -1))
-        elif self.constants.geometry.has_key_codes:  # without the bias, which is added where keys are read
-            value = F.linear(latent, self.k_rope_proj.weight)[:, None]
-        elif self.constants.geometry.has_rope_cache:
-            value = self.k_rope_proj(latent)[0][:, None]
+        elif self.constants.geometry.has_rope_cache and not self.constants.geometry.has_codes:
+            value = self.project_keys(latent)
         output = query.new_empty(query.shape[0], self.num_heads, geometry.v_head_dim)
         torch.ops.vllm.unified_attention_with_output(query, latent, value, output, _encode_layer_name(self.layer_name))
         return self.o_proj(output.flatten(1))[0]
+
+    def project_keys(self, latent: Tensor) -> Tensor:
+        """Rotary keys [N, 1, d_r] before RoPE of latents [N, d_c]; those kept in 8 bits without their bias, which is
+        added where they are read."""
+        if self.constants.geometry.has_key_codes:
+            return F.linear(latent, self.k_rope_proj.weight)[:, None]
+        return self.k_rope_proj(latent)[0][:, None]
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return LatentBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> FullAttentionSpec:
-        """Rows of the layer's own width. vLLM puts layers with rows of different widths into one group with one block
+        """Rows of the layer's own width and dtype. vLLM puts layers with different rows into one group with one block
         table, and gives each its own bytes: nothing is padded."""
         return FullAttentionSpec(
             block_size=vllm_config.cache_config.block_size,
             num_kv_heads=1,
-            head_size=self.row_width,
+            head_size=self.row.width,
             head_size_v=0,
-            dtype=vllm_config.model_config.dtype,
+            dtype=self.row.dtype,
         )
+
+
+def codes_without_kernel(config: MHA2MLAConfig, vllm_config: VllmConfig) -> int | None:
+    """The first layer whose codes no kernel decodes; None: vLLM's cache may hold the codes of all layers."""
+    if not ATTENTION_BACKENDS.get(SERVED_BY).compiled:
+        return None
+    size = vllm_config.parallel_config.tensor_parallel_size
+    longest = min(1 + vllm_config.num_speculative_tokens, MAX_DECODE_QUERY_LENGTH)
+    for layer in range(config.num_hidden_layers):
+        geometry = HeadShard.of(config.cached_geometry(layer), 0, size).geometry
+        call = (geometry, PAGE_SIZE, vllm_config.model_config.dtype, torch.device("cuda"))
+        if geometry.has_codes and not all(decodes_codes(*call, length) for length in {1, longest}):
+            return layer
+    return None
 
 
 def _columns(size: int, out: int, bias: bool, prefix: str) -> ColumnParallelLinear:
@@ -318,7 +343,7 @@ def _check_served(impl: LatentImpl, geometry: Any, vllm_config: VllmConfig) -> N
     dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
     own = str(dtype).removeprefix("torch.")
     if cache_dtype not in ("auto", own):
-        raise ValueError(f"kv_cache_dtype is {cache_dtype!r}; expected 'auto' or {own!r}: 8-bit latents are not served")
+        raise ValueError(f"kv_cache_dtype is {cache_dtype!r}; expected 'auto' or {own!r}: codes are the checkpoint's")
     why = impl.backend.refusal(geometry, PAGE_SIZE, dtype, torch.device("cuda"))
     if why is not None:
         raise ValueError(f"no kernel serves {geometry}: {why}")

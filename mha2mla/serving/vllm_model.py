@@ -22,7 +22,7 @@ from vllm.sequence import IntermediateTensors
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.families import FAMILIES, Family
 from mha2mla.serving.plugin import attention_name, expert_parts, placement
-from mha2mla.serving.vllm_attention import MLAParallelAttention
+from mha2mla.serving.vllm_attention import MLAParallelAttention, codes_without_kernel
 
 
 def family_of(config: MHA2MLAConfig) -> Family:
@@ -183,12 +183,12 @@ class VLLMForCausalLM(nn.Module):
                 f"quantization is {vllm_config.model_config.quantization!r}; expected none: quantised weights of"
                 " converted checkpoints are not served"
             )
-        if config.latent_bits != 16:
-            coded = config.cache_bytes_per_token(2)
+        if (layer := codes_without_kernel(config, vllm_config)) is not None:
+            coded, geometry = config.cache_bytes_per_token(2), config.cached_geometry(layer)
             config.latent_bits = 16
             warnings.warn(
-                f"vLLM's cache holds the latents of this checkpoint in its own dtype, {config.cache_bytes_per_token(2)}"
-                f" bytes a token in 16 bits; caches of mha2mla hold codes, {coded} bytes",
+                f"no kernel decodes codes of layer {layer}, {geometry}: vLLM's cache holds latents in the model's"
+                f" dtype, {config.cache_bytes_per_token(2)} bytes a token in 16 bits instead of {coded}",
                 stacklevel=2,
             )
         self.config = config
@@ -228,7 +228,7 @@ class VLLMForCausalLM(nn.Module):
         for name, tensor in weights:
             if self.config.tie_word_embeddings and name.startswith("lm_head."):
                 continue
-            if name.endswith(".latent_centers"):  # for codes: this cache holds latents of 16 bits
+            if name.endswith(".latent_centers") and name not in targets:  # this cache holds latents of 16 bits
                 continue
             if (inner := attention_name(name)) is not None:
                 tensor = modules[name.removesuffix(f".{inner}")].shard.part(inner, tensor)

@@ -80,4 +80,6 @@ def layer_tensors(
     }
     if geometry.has_key_codes or not geometry.has_rope_cache:
         tensors |= {"rope_weight": zeros(widths[1], latent), "rope_bias": zeros(widths[1])}
+    if geometry.has_codes:
+        tensors["latent_centers"] = zeros(2, latent)
     return tensors

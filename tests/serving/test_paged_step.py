@@ -10,7 +10,17 @@ from mha2mla.kernels import MAX_EXPANDED_TOKENS, DecodePlan
 from mha2mla.kernels.split_kv.choice import SEQLENS_Q
 from mha2mla.modeling import ATTENTION_BACKENDS
 from mha2mla.modeling.batch import uniform_length
-from mha2mla.serving.paged_step import EngineSteps, cache_views, host_lengths, row_width, warm_up, warm_up_batches
+from mha2mla.modeling.cache_layout import latent_layout
+from mha2mla.serving.paged_step import (
+    MAX_COPIED_TOKENS,
+    EngineSteps,
+    cache_views,
+    calls_of,
+    host_lengths,
+    row_of,
+    warm_up,
+    warm_up_batches,
+)
 from mha2mla.serving.warm_up import layer_tensors
 from tests.modeling.models import mla_model
 
@@ -21,37 +31,49 @@ BACKEND = ATTENTION_BACKENDS.get("mla_reference")
 def test_a_row_is_the_latent_and_then_the_rotary_keys():
     geometry = MLAGeometry(4, 2, 16, 8, 8, 8)
     rows = torch.arange(3 * PAGE * geometry.cache_numel_per_token).view(3, PAGE, -1)
-    views = cache_views(rows, geometry)
-    assert geometry.cache_numel_per_token == 32
+    views = cache_views(rows, geometry, rows.dtype)
+    assert row_of(geometry, rows.dtype) == (geometry.cache_numel_per_token, rows.dtype) == (32, torch.int64)
     assert views["latent_cache"].tolist() == rows[..., :16].tolist()
     assert views["rope_cache"][1, 2, 1].tolist() == rows[1, 2, 24:].tolist()
     assert views["rope_cache"].data_ptr() == rows.data_ptr() + 16 * rows.element_size()
     alone = MLAGeometry(4, 1, 32, 8, 8, 8, rope_from_latent=True)
-    assert list(cache_views(rows, alone)) == ["latent_cache"]
-    with pytest.raises(ValueError, match="expected rows of 32"):
-        cache_views(rows[..., :31], geometry)
+    assert list(cache_views(rows, alone, rows.dtype)) == ["latent_cache"]
+    with pytest.raises(ValueError, match=r"expected rows of 32 torch\.int64"):
+        cache_views(rows[..., :31], geometry, rows.dtype)
 
 
-def test_a_page_of_keys_in_8_bits_has_parts():
-    """All latents, all keys and all scales, of which none is another's; of 16 bits no byte is left over."""
-    geometry = MLAGeometry(4, 1, 16, 8, 8, 8).with_key_codes
-    assert row_width(geometry, 2) == 16 + 4 + 2 and row_width(geometry, 4) == 16 + 2 + 1
-    rows = torch.zeros(3, PAGE, 22, dtype=torch.bfloat16)
-    views = cache_views(rows, geometry)
-    shapes = {name: (tuple(view.shape[1:]), view.dtype) for name, view in views.items()}
-    assert shapes == {
-        "latent_cache": ((PAGE, 16), torch.bfloat16),
-        "rope_cache": ((PAGE, 1, 8), torch.float8_e4m3fn),
-        "rope_scale": ((PAGE,), torch.float32),
-    }
+KEPT_CODES = MLAGeometry(4, 1, 64, 8, 8, 8, latent_bits=4)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "latent", "others"),
+    [
+        (MLAGeometry(4, 1, 64, 8, 8, 8, rope_from_latent=True, latent_bits=3), (32, torch.uint8), {}),
+        (KEPT_CODES, (40, torch.uint8), {"rope_cache": ((1, 8), torch.bfloat16)}),
+        (MLAGeometry(4, 1, 16, 8, 8, 8).with_key_codes, (16, torch.bfloat16), {}),
+    ],
+    ids=["codes", "codes beside kept keys", "keys in 8 bits"],
+)
+def test_a_page_of_codes_has_parts(geometry, latent, others):
+    """One behind another, of which none is another's; together every byte that the cache counts."""
+    row = row_of(geometry, torch.bfloat16)
+    assert row == (geometry.cache_bytes_per_token(2), torch.uint8)
+    rows = torch.zeros(3, PAGE, row.width, dtype=torch.uint8)
+    views = cache_views(rows, geometry, torch.bfloat16)
+    layout = latent_layout(geometry, PAGE, torch.bfloat16)
+    kinds = {name: (tuple(view.shape[2:]), view.dtype) for name, view in views.items()}
+    assert kinds == {tensor.name: (tensor.shape, tensor.dtype) for tensor in layout.tensors}
+    assert kinds["latent_cache"] == ((latent[0],), latent[1]) and others.items() <= kinds.items()
     for name, view in views.items():
-        assert not rows[1].view(torch.uint8).eq(255).any()
-        bytes_of = view[1].view(torch.uint8)
-        bytes_of.fill_(255)
-        assert rows[1].view(torch.uint8).eq(255).sum() == bytes_of.numel(), name
-        bytes_of.zero_()
-    with pytest.raises(ValueError, match="expected rows of 22"):
-        cache_views(rows[..., :21], geometry)
+        mine = view[1].view(torch.uint8)
+        mine.fill_(255)
+        assert rows.eq(255).sum() == rows[1].eq(255).sum() == mine.numel(), name
+        assert view[1].is_contiguous(), name
+        mine.zero_()
+    with pytest.raises(ValueError, match=f"expected rows of {row.width} torch.uint8"):
+        cache_views(rows[..., :-1], geometry, torch.bfloat16)
+    with pytest.raises(ValueError, match=f"expected rows of {row.width} torch.uint8"):
+        cache_views(rows.view(torch.int8), geometry, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +97,25 @@ def test_host_lengths():
     assert host_lengths([], []).shape == (3, 0)
 
 
+@pytest.mark.parametrize(
+    ("query", "total", "expected"),
+    [
+        ([1, 1, 1, 40, 7], [90, 9, 9, 50, 60], [(0, 3, 1), (3, 5, None)]),
+        ([4, 4, 3, 90], [90] * 4, [(0, 2, 4), (2, 4, None)]),
+        ([40, 1, 1], [40, 9, 9], [(0, 3, None)]),
+        ([9, 9], [9, 9], [(0, 2, None)]),
+        ([1, 1], [5, 5], [(0, 2, None)]),  # beside tokens that pad the step
+        ([], [], [(0, 0, None)]),
+        # Two of three sequences are what may be copied, one that is longer goes alone.
+        ([1, 9, 9, 9, 9], [1, *[MAX_COPIED_TOKENS // 2] * 3, 9], [(0, 1, 1), (1, 3, None), (3, 5, None)]),
+        ([9, 9, 9], [9, 2 * MAX_COPIED_TOKENS, 9], [(0, 1, None), (1, 2, None), (2, 3, None)]),
+    ],
+)
+def test_calls_of_a_mixed_step_over_codes(query, total, expected):
+    assert calls_of(query, total, has_codes=True) == expected
+    assert calls_of(query, total, has_codes=False) == [(0, len(query), None)]
+
+
 def test_decode_plans_stay_where_they_are():
     config = mla_model("per layer").config
     layers = config.attention_constants()
@@ -86,7 +127,8 @@ def test_decode_plans_stay_where_they_are():
     where = torch.tensor([2, 4])
     first = planner.step(rows, [1, 1], [3, 5], where, where, table, seqlens)
     second = planner.step(rows, [1, 1], [4, 6], where + 1, where + 1, table, seqlens + 1)
-    (a,), (b,) = first.plans, second.plans
+    ((_, one),), ((_, other),) = first.calls, second.calls
+    (a,), (b,) = one.plans, other.plans
     assert a is b
     assert a.splits[:, 1].tolist() == [4, 6]
     assert first.batch.positions.data_ptr() == second.batch.positions.data_ptr()
@@ -103,9 +145,28 @@ def test_warm_up_batches_need_every_kernel():
         assert sum(warm_up_batches(most, longest)[-1][0]) == most
 
 
-@pytest.mark.parametrize("case", ["per-group", "latent", "kept qk-norm", "float8 latent"])
+@pytest.mark.parametrize("longest", [100, 8192, 10**6])
+def test_warm_up_batches_copy_as_much_as_any_step(longest):
+    """And every number of short queries attends to a copy."""
+    calls = [
+        (queries[first:stop], totals[first:stop])
+        for queries, totals in warm_up_batches(8192, longest, has_codes=True)
+        if uniform_length(queries, sum(queries)) is None
+        for first, stop, length in calls_of(queries, totals, has_codes=True)
+        if length is None
+    ]
+    assert {query for queries, _ in calls for query in queries} >= {1, 2, 4, 8}
+    copied = [len(totals) * -(-max(totals) // 64) * 64 for _, totals in calls]
+    fits = MAX_COPIED_TOKENS - (longest if longest > 100 else 128)
+    assert max(copied) >= max(longest, fits) and max(copied) <= max(-(-longest // 64) * 64, MAX_COPIED_TOKENS)
+    assert all(sum(queries) <= 8192 for queries, _ in warm_up_batches(8192, longest, has_codes=True))
+
+
+@pytest.mark.parametrize("case", ["per-group", "latent", "kept qk-norm", "float8 latent", "codes", "kept codes"])
 def test_warm_up_runs_both_forms(case):
-    config = mla_model(case.removeprefix("float8 ")).config
+    config = mla_model("latent" if "codes" in case else case.removeprefix("float8 ")).config
+    config.latent_bits = 4 if "codes" in case else 16
+    config.rotary_key_cache = "bfloat16" if case == "kept codes" else config.rotary_key_cache
     config.rotary_key_cache = "float8" if case.startswith("float8") else config.rotary_key_cache
     (layer, *_), tokens, ran = config.attention_constants(), 40, []
 
@@ -118,4 +179,5 @@ def test_warm_up_runs_both_forms(case):
     warm_up(tensors, replace(BACKEND, attend=attend), layer, 100)
     assert all(finite for *_, finite in ran)
     assert {(batch, count) for kind, batch, count, _ in ran if kind is DecodePlan} >= {(1, 8), (4, 32), (32, 32)}
-    assert [(batch, count) for kind, batch, count, _ in ran if kind is not DecodePlan] == [(2, tokens)]
+    mixed = [(batch, count) for kind, batch, count, _ in ran if kind is not DecodePlan]
+    assert mixed == ([(38, 38), (19, 38), (9, 36), (4, 32), (1, 39)] if "codes" in case else [(2, tokens)])

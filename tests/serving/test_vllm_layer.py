@@ -12,17 +12,23 @@ from tests.commands import python
 
 CASES = ("per-group", "no nope", "per layer", "sliding", "latent", "latent per layer", "latent qk-norm")
 CASES += ("kept per layer", "kept qk-norm", "kept no nope", "float8 latent qk-norm", "float8 latent no nope")
+# Codes, in float64, in which no rounding of another order of sums moves one; computed keys and kept ones.
+CASES += ("codes latent", "codes latent per layer", "codes latent qk-norm", "codes latent sliding")
+CASES += ("codes kept per layer", "codes kept qk-norm", "codes kept some sliding")
 EIGHT_BITS = 2**-3  # relative error that keys in 8 bits make in a row of few numbers, at most
 CODE = "import sys; from tests.serving.test_vllm_layer import main; main(*sys.argv[1:])"
 PAGE = 4
-TABLES = [[0, 2, 9, 4, 1, 11], [3, 8, 5, 6, 0, 0]]
+PAGES = 16
+TABLES = [[0, 2, 9, 4, 1, 11], [3, 8, 5, 6, 0, 0], [12, 13, 7, 0, 0, 0], [12, 13, 10, 0, 0, 0]]
 # Sequence -> (first, stop); rows of padding, as in a CUDA graph; columns of the table, which engines cut to the longest
 # sequence of a step: one batch size comes with many widths.
 STEPS = (
     ({0: (0, 10)}, 0, 3),  # a prompt's first chunk
-    ({0: (10, 19), 1: (0, 11)}, 0, 5),  # the rest of it beside another prompt
+    ({0: (10, 18), 1: (0, 5)}, 0, 5),  # the rest of it beside another prompt
+    ({0: (18, 19), 1: (5, 11)}, 0, 5),  # decode beside a prompt's rest
     *(({0: (19, 20), 1: (11, 12)}, pad, columns) for pad, columns in ((2, 5), (0, 5), (0, 6))),
     *(({0: (20, 21), 1: (12, 13)}, pad, 6) for pad in (2, 0)),
+    ({3: (8, 9), 2: (0, 11)}, 0, 6),  # the first one's prefix is on pages that the other writes in this step
 )
 
 
@@ -78,6 +84,7 @@ def main(*cases: str) -> None:
     engine = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context=layers),
         model_config=SimpleNamespace(dtype=torch.float32, max_model_len=100),
+        num_speculative_tokens=0,
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=PAGE),
     )
     library = torch.library.Library("vllm", "DEF")
@@ -89,21 +96,33 @@ def main(*cases: str) -> None:
     library.impl("unified_attention_with_output", attend, "CPU")
     for case, index in itertools.product(cases, range(2)):
         torch.manual_seed(0)
-        model = mla_model(case.removeprefix("float8 "))
-        limit = EIGHT_BITS if case.startswith("float8") else TOLERANCE
-        model.config.rotary_key_cache = "float8" if limit == EIGHT_BITS else model.config.rotary_key_cache
+        has_codes, eight = case.startswith("codes "), case.startswith("float8")
+        keys = {"latent_bits": [4, 3]} if has_codes else {}
+        model = mla_model(case.removeprefix("float8 ").removeprefix("codes "), **keys)
+        model.config.rotary_key_cache = "float8" if eight else model.config.rotary_key_cache
+        model, limit = model.double() if has_codes else model, EIGHT_BITS if eight else TOLERANCE
+        dtype = engine.model_config.dtype = model.dtype
         ours = model.model.layers[index].self_attn
+        if has_codes:
+            ours.latent_centers.normal_(std=0.5)
+        torch.set_default_dtype(dtype)  # as vLLM makes a model
         layer = attention.MLAParallelAttention(model.config, index, LlamaRMSNorm, engine, f"{case}.{index}")
         layer.load_state_dict(ours.state_dict())
-        width = layer.get_kv_cache_spec(engine).head_size
-        cached = model.config.cached_geometry(index)
-        assert width == layer.impl.head_size == -(-cached.cache_bytes_per_token(4) // 4)
-        hidden = [torch.randn(21, 48), torch.randn(13, 48)]
+        cached, spec = model.config.cached_geometry(index), layer.get_kv_cache_spec(engine)
+        width, row_bytes = spec.head_size, cached.cache_bytes_per_token(dtype.itemsize)
+        assert cached.has_codes == has_codes and layer.impl.head_size == width
+        assert width * spec.dtype.itemsize == row_bytes and (spec.dtype == torch.uint8) == (has_codes or eight)
+        hidden = [torch.randn(length, 48) for length in (21, 13, 11, 9)]
+        hidden[3][:8] = hidden[2][:8]
         metadata.append(None)
-        assert torch.equal(layer(hidden[0]), ours.o_proj.bias.expand(21, -1))  # zeros, while memory is measured
-        layer.kv_cache = torch.full(attention.LatentBackend.get_kv_cache_shape(12, PAGE, 1, width), torch.nan)
-        layer.kv_cache[[*itertools.chain(*TABLES)]] = 0
-        steps = EngineSteps([layer.constants], layer.impl.backend, torch.float32, 64, torch.device("cpu"))
+        zeros = ours.o_proj.bias.expand(21, -1) if ours.o_proj.bias is not None else torch.zeros(21, 48)
+        assert torch.equal(layer(hidden[0]), zeros)  # while memory is measured
+        layer.kv_cache = torch.zeros(
+            attention.LatentBackend.get_kv_cache_shape(PAGES, PAGE, 1, width), dtype=spec.dtype
+        )
+        unused = [page for page in range(PAGES) if page not in itertools.chain(*TABLES)]
+        layer.kv_cache.view(torch.uint8)[unused] = 255  # NaN
+        steps = EngineSteps([layer.constants], layer.impl.backend, dtype, 64, torch.device("cpu"))
         expected = [alone(ours, rows, layer.constants.window) for rows in hidden]
         for parts, pad, columns in STEPS:
             new = [*(stop - first for first, stop in parts.values()), *[0] * pad]
@@ -119,6 +138,7 @@ def main(*cases: str) -> None:
             for (s, part), rows in zip(parts.items(), found[:-1], strict=True):
                 error = relative_error(rows, expected[s][slice(*part)])
                 assert error < limit, (case, index, parts, error)
+        torch.set_default_dtype(torch.float32)
 
 
 def test_vllm_layer_gives_the_layers_output():
