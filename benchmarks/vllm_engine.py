@@ -64,7 +64,11 @@ class EngineSettings:
 
 
 def random_config(shape: str, layout: str, layers: int | None = None, positions: int = 8192) -> MHA2MLAConfig:
-    """Config of a conversion of one of :data:`SHAPES`, or of a small model of one of :data:`FAMILIES`."""
+    """Config of a conversion of one of :data:`SHAPES`, or of a small model of one of :data:`FAMILIES`; ``layout`` may
+    be "codes3", "codes4" or "codes8", latent in so many bits; with "-kept" rotary keys are kept if "auto" does."""
+    bits = 16
+    if layout.startswith("codes"):
+        bits, layout, kept = int(layout[5]), "latent", layout.endswith("-kept")
     keys: dict[str, Any] = {} if layers is None else {"num_hidden_layers": layers}
     keys |= {"max_position_embeddings": positions, "eos_token_id": None, "pad_token_id": 0, "dtype": "bfloat16"}
     if shape in FAMILIES:
@@ -72,6 +76,8 @@ def random_config(shape: str, layout: str, layers: int | None = None, positions:
     else:
         source = source_config(SHAPES[shape], **keys, tie_word_embeddings=False)
     config = converted_config(source, **TARGETS.get((shape, layout), {"layout": layout, "cache_ratio": 0.5}))
+    if bits < 16:
+        config.latent_bits, config.rotary_key_cache = bits, "auto" if kept else "none"
     if layout == "by-layer":
         config.kv_lora_rank = [192 if index % 2 == 0 else 128 for index in range(config.num_hidden_layers)]
     config.architectures, config.dtype = ["MHA2MLAForCausalLM"], torch.bfloat16
@@ -117,10 +123,31 @@ def engine(
 ) -> Any:
     # A forked process of the engine would hang in torch's CPU threads, which this one has used already.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # held_cache sends a function
     from vllm import LLM
 
     options["compilation_config"] = {**(compilation or {}), **({"cudagraph_capture_sizes": graphs} if graphs else {})}
     return LLM(folder, skip_tokenizer_init=True, seed=0, **options)
+
+
+def held_cache(llm: Any, config: Any) -> dict[str, Any]:
+    """Dtypes of the cache that vLLM allocated on a GPU, and its bytes a token."""
+    (found,) = llm.collective_rpc(_caches)[:1]
+    cache = llm.llm_engine.vllm_config.cache_config
+    held = sum(size for _, size in found) / (cache.num_gpu_blocks * cache.block_size)
+    expected = config.cache_bytes_per_token(2) if isinstance(config, MHA2MLAConfig) else held
+    print(f"cache: {len(found)} layers, {held:.1f} bytes a token; the config's caches take {expected}", flush=True)
+    return {"cache": " ".join(sorted({dtype for dtype, _ in found})), "bytes_a_token": held}
+
+
+def _caches(worker: Any) -> list[tuple[str, int]]:
+    """In a process of the engine: dtype and bytes of each layer's cache."""
+    caches = [
+        getattr(layer, "kv_cache", None)
+        for layer in worker.vllm_config.compilation_config.static_forward_context.values()
+    ]
+    flat = [each[0] if isinstance(each, list | tuple) else each for each in caches if each is not None]
+    return [(str(each.dtype).removeprefix("torch."), each.numel() * each.itemsize) for each in flat]
 
 
 def greedy(llm: Any, prompts: Sequence[list[int]], new_tokens: int) -> list[Any]:

@@ -2,7 +2,9 @@
 
     python benchmarks/vllm_serving.py exact path/to/llama-mla --json benchmarks/results/h200-vllm-exact.json
     python benchmarks/vllm_serving.py exact random:latent --eager
+    python benchmarks/vllm_serving.py exact random:llama-3-8b:codes3 --layers 2 --eager
     python benchmarks/vllm_serving.py speed --shape llama-2-7b --memory 0.9 --contexts 8192
+    python benchmarks/vllm_serving.py speed --shape llama-3-8b --layout codes3 --memory 0.9 --most 1024
 
 ``exact`` judges every greedy token of vLLM by transformers' logits over the same prefix: in float32 it may lie below
 the best one by at most twice what transformers' own bfloat16 errs at that position, which is what decides ties.
@@ -34,6 +36,7 @@ from benchmarks.vllm_engine import (
     checkpoint,
     engine,
     greedy,
+    held_cache,
     prompts_of,
     random_config,
     with_entry_point,
@@ -148,6 +151,7 @@ def exact(
         begin = time.time()
         llm = engine(folder, **_options(arguments))
         print(f"{name}: engine up after {time.time() - begin:.1f} s", flush=True)
+        held = held_cache(llm, config)
         prompts = prompts_of(config.vocab_size, PROMPT_LENGTHS)
         lengths = torch.randint(9, 400, (arguments.requests,), generator=torch.Generator().manual_seed(1)).tolist()
         found = {}
@@ -175,7 +179,7 @@ def exact(
             judged = [judge(models, asked[index], [*one.outputs[0].token_ids]) for index, one in answers.items()]
             table.add(
                 {
-                    "checkpoint": Path(name).name, "layout": _layout(config), "engine": _engine(arguments),
+                    "checkpoint": Path(name).name, "layout": _layout(config), **held, "engine": _engine(arguments),
                     "what": what, "sequences": len(judged), "cancelled": len(asked) - len(judged),
                     "tokens": sum(each["tokens"] for each in judged), "equal": sum(each["equal"] for each in judged),
                     "beyond": sum(each["beyond"] for each in judged),
@@ -236,7 +240,8 @@ class SpeedSettings(EngineSettings):
 
     Args:
         shape: of the source.
-        layout: of the conversion; source for the source's shape.
+        layout: of the conversion, "codes4" and the like too; source for the source's shape, source-fp8 for its cache in
+            8 bits.
         layers: default the shape's.
         contexts: cached tokens of a sequence.
         batches: numbers of sequences, beside as many as the cache holds.
@@ -266,9 +271,10 @@ def speed(arguments: Annotated[SpeedSettings, Parameter(name="*")] = SpeedSettin
     table = Recording("vllm-speed", arguments.json)
     folder, room = tempfile.mkdtemp(), WARM_UP + arguments.steps + 8
     positions = max(arguments.contexts) + room
-    layout = "latent" if arguments.layout == "source" else arguments.layout
+    is_source = arguments.layout in ("source", "source-fp8")
+    layout = "latent" if is_source else arguments.layout
     config = random_config(arguments.shape, layout, arguments.layers, positions)
-    if arguments.layout == "source":
+    if is_source:
         config = LlamaConfig(**{key: value for key, value in config.source_config.items() if key != "model_type"})
         config.architectures, config.dtype = ["LlamaForCausalLM"], torch.bfloat16
     config.save_pretrained(folder)
@@ -277,11 +283,14 @@ def speed(arguments: Annotated[SpeedSettings, Parameter(name="*")] = SpeedSettin
         "max_model_len": positions,
         "max_num_seqs": max(arguments.batches + [arguments.most]),
         "kv_transfer_config": {
-            "kv_connector": "DecodeBenchConnector",
+            "kv_connector": "FillConnector",
+            "kv_connector_module_path": "benchmarks.vllm_fill",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"fill_mean": 0.0, "fill_std": 0.5},
         },
     }
+    if arguments.layout == "source-fp8":
+        options["kv_cache_dtype"] = "fp8"
     compilation: dict[str, Any] = {} if arguments.compile else {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     begin = time.time()
     llm = engine(folder, compilation=compilation, load_format="dummy", **options)
@@ -289,7 +298,7 @@ def speed(arguments: Annotated[SpeedSettings, Parameter(name="*")] = SpeedSettin
     common = {
         "shape": arguments.shape, "layers": config.num_hidden_layers, "layout": arguments.layout,
         "compiled": arguments.compile, "start_s": time.time() - begin,
-        "cached tokens": cache.num_gpu_blocks * cache.block_size,
+        "cached tokens": cache.num_gpu_blocks * cache.block_size, **held_cache(llm, config),
     }  # fmt: skip
     for context in arguments.contexts:
         fit = cache.num_gpu_blocks // -(-(context + room) // cache.block_size)
