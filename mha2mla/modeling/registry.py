@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -49,7 +48,7 @@ class AttentionConstants:
     window: int | None = None
     sinks: int = 0
 
-    @cached_property
+    @property
     def limits(self) -> tuple[int | None, int]:
         """Window and sinks."""
         return self.window, self.sinks
