@@ -3,6 +3,7 @@
     python benchmarks/healing.py study --work /tmp/heal --minutes 8 --json /tmp/log/healing.json
     python benchmarks/healing.py study --work /tmp/heal --arms 0.1875:all:1e-4:20e6 0.125x3:best:best:5e6
     python benchmarks/healing.py table benchmarks/results/h200-healing-bits.json
+    python benchmarks/healing.py speed llama-3-8b --json healing-speed.json
 
 An arm is RATIO[xBITS]:TRAIN:RATE:TOKENS[:own][:full]: a conversion in layout latent, whose latents have 16 bits or as
 many as it says ("auto": rank and bits by layer); what of it is trained, at which rate, on how many tokens. ``best`` for
@@ -24,9 +25,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from json import dumps, loads
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -47,9 +49,13 @@ from mha2mla.eval.probes import SPAN, ProbeSettings
 from mha2mla.eval.quality import TEXTS, evaluate_quality
 from mha2mla.eval.quantized_caches import KVCodes
 from mha2mla.files import atomic_write
-from mha2mla.healing.settings import DEFAULT_TEXT, Settings
-from mha2mla.healing.text import describe_text, source_perplexity, training_text
-from mha2mla.trial_models import fetch_smollm2
+from mha2mla.healing.run import device_use
+from mha2mla.healing.settings import DEFAULT_TEXT, PRESETS, Settings, Trained
+from mha2mla.healing.student import ATTENTION, prepare_models
+from mha2mla.healing.text import describe_text, hold_out, source_perplexity, training_text
+from mha2mla.healing.training import Distillation
+from mha2mla.healing.training import train as train_models
+from mha2mla.trial_models import ShapeName, fetch_smollm2, random_pair
 
 # The most telling ones first: what to train and at which rate, the control, ranks with bits, more tokens.
 ARMS = (
@@ -61,6 +67,7 @@ COLUMNS = ("name", "bytes", "train", "rate", "tokens", "seconds", "tokens_per_se
 _BITS = 16
 _TRAINED = {"attention": "attention", "all": "all weights", "lora": "LoRA of attention"}
 OWN_SHARE = 0.1
+RANDOM_BLOCKS = 20  # of random tokens, used again and again
 
 
 @dataclass(frozen=True)
@@ -295,6 +302,60 @@ def study(
     return table.show(title, (*COLUMNS[:2], *shown, *COLUMNS[2:], "status"))
 
 
+def speed(
+    shape: ShapeName,
+    ratio: float = 0.5,
+    bits: str | None = None,
+    train: Trained = "attention",
+    steps: int = 100,
+    batch_tokens: int = 1 << 14,
+    tokens_at_once: int = 1 << 13,
+    layers: int | None = None,
+    device: str | None = None,
+    json: str | None = None,
+) -> bool:
+    """Memory and tokens/s of training a shape with random weights on random tokens, the source beside it.
+
+    Args:
+        shape: of both models, as in ``mha2mla eval latency --random-weights``.
+        ratio: cache_ratio of the conversion. bits: of its latents, as in ``latent.bits``; default 16.
+        train: as in ``mha2mla heal``.
+        steps: of the optimizer.
+        batch_tokens: of a step. tokens_at_once: of a pass.
+        layers: of both; default the shape's.
+        device: cpu, cuda, …; default CUDA when there is one.
+        json: file to write.
+    """
+    place = compute_device(device)
+    on_gpu = place.type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    sizes = {"batch_tokens": batch_tokens, "tokens_at_once": tokens_at_once, "evaluations": 1, "keep": "last"}
+    if tokens_at_once < PRESETS["standard"]["long_length"]:
+        sizes |= {"length": tokens_at_once // 2, "long_length": tokens_at_once}
+    settings = Settings.of("standard", train=train, tokens=steps * batch_tokens, **sizes)
+    table = Recording("healing-speed", json, shape=shape, settings=asdict(settings))
+    target = {"layout": "latent", "cache_ratio": ratio} | ({"latent.bits": int(bits)} if bits else {})
+    pair = random_pair(shape, target, layers, place, dtype)
+    teacher, student = pair.source().requires_grad_(False), pair.converted()
+    same = {name: each for name, each in teacher.state_dict().items() if ATTENTION not in name}
+    student.load_state_dict(same, strict=False)
+    models = prepare_models(teacher, student, place, settings)
+    distillation = Distillation(models, torch.bfloat16 if on_gpu else None, on_gpu and not models.recomputes)
+    longs = max(2, round(RANDOM_BLOCKS * settings.long_share))
+    lengths = (settings.length,) * (RANDOM_BLOCKS - longs) + (settings.long_length,) * longs
+    tokens = torch.randint(teacher.config.vocab_size, (RANDOM_BLOCKS, settings.long_length))
+    blocks, held_out = hold_out(TokenBlocks(tokens, lengths))
+    with TemporaryDirectory() as folder:
+        done = train_models(distillation, blocks, held_out, settings, settings.tokens, Path(folder), progress=False)
+    row = {"name": f"{shape}, {ratio} of the bytes, {bits or _BITS} bits", "train": train, "layers": pair.layers}
+    row |= {"tokens": done.tokens, "tokens_per_second": done.tokens_per_second, "seconds": done.seconds}
+    row |= {"recomputes": models.recomputes, "compiled": distillation.compiled}
+    row |= device_use(models, place, done.tokens_per_second)
+    table.add(row)
+    shown = ("name", "train", "tokens", "tokens_per_second", "flop_share", "peak_gpu_bytes", "seconds")
+    return table.show("Training of random weights on random tokens", shown)
+
+
 def ratios(row: dict[str, Any]) -> str:
     """Perplexity ratio of the worst text, by window."""
     return " / ".join(f"{value:.3f}" for key, value in row.items() if key.startswith("ratio "))
@@ -334,4 +395,4 @@ def table(files: list[str]) -> bool:
 
 if __name__ == "__main__":
     torch.set_float32_matmul_precision("highest")
-    sys.exit(command(study, table, cpu=True))
+    sys.exit(command(study, speed, table, cpu=True))

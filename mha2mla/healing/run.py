@@ -211,7 +211,7 @@ def heal(
                 distillation, blocks, held_out, chosen, tokens, checkpoints,
                 going_on=newest, weights=weights, log=None if log is None else Path(log), progress=progress,
             )  # fmt: skip
-            counts = _counts(models, place, result.tokens_per_second)
+            counts = device_use(models, place, result.tokens_per_second)
             made = models.trained() if result.kept_step else {}
             distillation = models = None
             gc.collect()
@@ -333,8 +333,8 @@ def _budget(settings: Settings, distillation: Distillation, source: Source, piec
     return tokens
 
 
-def _counts(models: Models, device: torch.device, speed: float) -> dict[str, Any]:
-    """Parameters, and what of the device was used."""
+def device_use(models: Models, device: torch.device, speed: float) -> dict[str, Any]:
+    """Parameters and what of the device was used, as in a :class:`HealingReport`; ``speed`` in tokens/s."""
     sizes = {name: each.numel() for name, each in models.student.named_parameters()}
     trained = sum(each.numel() for each in models.student.parameters() if each.requires_grad)
     gpu = peak = None

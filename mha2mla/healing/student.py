@@ -63,10 +63,19 @@ def load_models(source: Path, converted: Path, device: torch.device, settings: S
     """
     dtype = torch.float32 if device.type == "cpu" else None
     teacher = load_model(source, "source", device=device, dtype=dtype).requires_grad_(False)
+    student = load_model(converted, "converted", device="cpu", dtype=dtype)
+    return prepare_models(teacher, student, device, settings)
+
+
+def prepare_models(teacher: nn.Module, student: nn.Module, device: torch.device, settings: Settings) -> Models:
+    """As :func:`load_models`, of models in memory: both are changed in place, and the student moves to ``device``.
+
+    Raises:
+        ImportError: adapters are asked for and PEFT is not installed.
+    """
     if teacher.config._attn_implementation != "sdpa":  # load_model's choice for float32, and this is autocast
         teacher.set_attn_implementation("sdpa")
-    student = load_model(converted, "converted", device="cpu", dtype=dtype).requires_grad_(False)
-    student.set_attn_implementation(REPEATABLE_ATTENTION)
+    student.requires_grad_(False).set_attn_implementation(REPEATABLE_ATTENTION)
     for name, parameter in student.named_parameters():
         parameter.requires_grad_(settings.train == "all" or (settings.train == "attention" and ATTENTION in name))
     shared = frozenset() if os.environ.get("ACCELERATE_USE_FSDP") == "true" else _share(student, teacher)

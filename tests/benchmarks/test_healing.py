@@ -111,3 +111,16 @@ def test_a_conversion_has_the_arm_that_held_out_windows_choose(tmp_path, capsys)
         "|---|---|---|---|---|---|",
         "| 0.1875, 16 bits | 1.450 / 1.500 | 1.100 / 1.200 | 0.400 → 0.200 | all weights, 1e-04, 2.0M tokens | 21 s |",
     ]
+
+
+def test_an_arm_may_choose_bits_by_layer(tiny_source, tmp_path):
+    rows = study(tiny_source, tmp_path, "0.25xauto:attention:1e-4:256")
+    assert rows["0.25xauto:attention:1e-4:256"]["bytes"] == rows["0.25xauto converted"]["bytes"] <= 0.25
+
+
+def test_speed_trains_a_random_pair(tmp_path):
+    file = tmp_path / "speed.json"
+    assert healing.speed("tiny", bits="4", steps=3, batch_tokens=64, tokens_at_once=32, device="cpu", json=str(file))
+    (row,) = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    assert row["tokens"] == 3 * 64 and row["tokens_per_second"] > 0
+    assert 0 < row["trained_parameters"] < row["shared_parameters"] < row["parameters"]
