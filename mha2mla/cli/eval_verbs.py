@@ -33,6 +33,7 @@ def eval_quality(
     kv_bits: str = "",
     latent_bits: str = "",
     probes: bool = False,
+    probe_items: int = 20,
     generation: bool = False,
     device: Device = None,
     dtype: Dtype = "float32",
@@ -54,6 +55,7 @@ def eval_quality(
         latent_bits: also measure the converted model over quantised latents, in a basis computed from builtin:pydoc:
             bits of a code, joined by commas, such as 8,4,3.
         probes: also ask what needs far context: keys, variable tracking, arithmetic, a span that occurs again.
+        probe_items: questions or spans of each probe at each length.
         generation: also compare greedy continuations.
         dtype: the models compute in it.
     """
@@ -74,7 +76,7 @@ def eval_quality(
         lengths=quality.parse_lengths(lengths),
         max_tokens=max_tokens,
         caches=quality.parse_caches(kv_bits, latent_bits),
-        probes=probes,
+        probes=probes and probe_items,
         generation=generation,
         device=device,
         dtype=torch_dtype(dtype),

@@ -163,7 +163,7 @@ def evaluate_quality(
     max_tokens: int = MAX_TOKENS,
     metrics: Sequence[Metric] = (),
     caches: Sequence[KVCodes | LatentCodes] = (),
-    probes: bool | ProbeSettings = False,
+    probes: bool | int | ProbeSettings = False,
     generation: bool | GenerationSettings = False,
     tokenizer: Any = None,
     device: str | torch.device | None = None,
@@ -188,7 +188,7 @@ def evaluate_quality(
         caches: also compare the source over a quantised KV cache (``KVCodes``), and the converted model over quantised
             latents (``LatentCodes``), whose basis is computed from :data:`BASIS_TEXT`.
         probes: also ask what needs far context (:mod:`mha2mla.eval.probes`); True takes the window lengths that were
-            measured, and the last text.
+            measured, and the last text; a number asks so many questions of each probe.
         generation: also compare greedy continuations (:mod:`mha2mla.eval.generation`); True takes the last text.
         tokenizer: needed when ``source`` is a loaded model; otherwise the source folder's.
         device: where to compute; default CUDA when there is one.
@@ -220,8 +220,9 @@ def evaluate_quality(
     calibration = basis_tokens(tokenizer, longest) if _codes_latents(caches, texts, converted) else None
     compared = [partial(ComparedCache, converted), *quantized_caches(source, converted, caches, calibration)]
     rows, by_position = _compare_windows(source, compared, metrics, contents, windows, progress)
-    if probes is True:
-        probes = ProbeSettings(lengths=tuple(sorted({row.seqlen for row in rows})), text=texts[-1])
+    if isinstance(probes, int) and probes is not False:
+        items = {} if probes is True else {"items": probes}
+        probes = ProbeSettings(lengths=tuple(sorted({row.seqlen for row in rows})), text=texts[-1], **items)
     if generation is True:
         generation = GenerationSettings(text=texts[-1])
     found: list[tuple[Any, ...]] = []

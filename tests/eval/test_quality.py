@@ -219,6 +219,9 @@ def test_default_probes_follow_lengths_and_last_text(tiny_source, other, monkeyp
     text = {"text": "builtin:prose"}
     assert asked == [(ProbeSettings(lengths=(32, 48), **text), 4096), (GenerationSettings(**text), 4096)]
     assert report.skipped == ("nothing", "nothing")
+    asked.clear()
+    evaluate_quality(tiny_source, other, probes=3, **settings)
+    assert asked == [(ProbeSettings(lengths=(32, 48), items=3, **text), 4096)]
 
 
 def test_quantised_caches_are_rows_with_their_bytes(tiny_source, tmp_path):
