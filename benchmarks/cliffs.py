@@ -39,7 +39,7 @@ from benchmarks.shapes import decode_case
 from mha2mla.eval.report import print_table
 from mha2mla.kernels import DecodePlan, mla_decode
 from mha2mla.kernels.mla_decode.api import LATENT
-from mha2mla.kernels.mla_decode.cost import PRODUCTS, decode_seconds, keeps_keys
+from mha2mla.kernels.mla_decode.cost import PRODUCTS, decode_seconds, kept_key_bits
 from mha2mla.kernels.mla_decode.selection import list_kernels
 from mha2mla.kernels.ops import num_sms
 from mha2mla.kernels.parallel_compilation import (
@@ -223,7 +223,7 @@ def complete(call: Call, found: Row, rate: float, others: dict[Call, Row], befor
     if call.kernel:
         row["auto"] = False
     elif computed == problem or Call(computed) in others:
-        row["auto"] = keeps_keys((computed.geometry,)) == (computed != problem)
+        row["auto"] = bool(kept_key_bits((computed.geometry,))) == (computed != problem)
     if problem.seqlen_q == 1 and not call.kernel:
         row["modelled_us"] = decode_seconds(problem.geometry, problem.tokens_seen(), rate) * 1e6
     for column, of in (("over", "us"), ("graph_over", "graph_us")):

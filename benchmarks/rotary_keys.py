@@ -31,7 +31,7 @@ from benchmarks.step_timeline import captured, prepared, replay_ms
 from mha2mla.eval.latency import model_rows, weight_bytes
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import mla_decode
-from mha2mla.kernels.mla_decode.cost import keeps_keys
+from mha2mla.kernels.mla_decode.cost import kept_key_bits
 from mha2mla.kernels.parallel_compilation import CompileJob, compile_in_processes, compile_job, compile_launches
 from mha2mla.kernels.split_kv.op import compiled_shape
 from mha2mla.modeling import MHA2MLAForCausalLM
@@ -40,7 +40,7 @@ from mha2mla.testing.problems import KeyCodesProblem, LatentProblem, Problem, ju
 from mha2mla.testing.timing import time_callable
 from mha2mla.trial_models import ShapeName, converted_config, random_model, source_config
 
-WAYS = {"computed": "none", "kept": "bfloat16", "kept8": "float8"}  # rotary_key_cache
+WAYS = {"computed": "none", "kept": "bfloat16", "kept8": "int8"}  # rotary_key_cache
 KEPT = {"kept": Problem, "kept8": KeyCodesProblem}
 WIDTHS = ((512, 64), (1024, 64), (512, 128), (192, 128))  # d_c, d_r
 HEADS = (9, 28, 40)
@@ -228,7 +228,7 @@ def rotary_keys(
 
 def add(table: Recording, row: Row, layer: MLAGeometry) -> None:
     """Puts a row into the table, with what "auto" would take and how many times faster kept keys are."""
-    row["auto"] = "kept" if keeps_keys((layer,)) else "computed"
+    row["auto"] = {0: "computed", 8: "kept8", 16: "kept"}[kept_key_bits((layer,))]
     for way, gain in zip(KEPT, ("gain", "gain8"), strict=True):
         if f"{way}_us" in row and "computed_us" in row:
             row[gain] = row["computed_us"] / row[f"{way}_us"]

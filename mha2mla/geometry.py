@@ -31,7 +31,7 @@ class MLAGeometry:
         rope_from_latent: nothing rotary is cached: ``k_pe[t] = m R(t) (W_KR c[t] + b_KR)``; needs G = 1.
         latent_bits: of a cached latent element: 16 stands for the model's dtype, 8, 4 and 3 for integer codes.
         latent_group: elements whose codes share a scale and an offset of 16 bits each.
-        key_bits: of a cached rotary key's element: 16 stands for the model's dtype, 8 for e4m3 numbers and a float32
+        key_bits: of a cached rotary key's element: 16 stands for the model's dtype, 8 for int8 and a float32
             scale a token, of the keys of a layer that could compute them; needs G = 1 and ``latent_bits`` 16.
 
     Attributes:

@@ -44,11 +44,11 @@ LoadedDtype = Annotated[
     Dtype | None, Parameter(help="of the weights; default the checkpoint's, but on CUDA bfloat16 for float32.")
 ]
 RotaryKeyCache = Annotated[
-    Literal["none", "bfloat16", "float8", "auto"] | None,
+    Literal["none", "bfloat16", "int8", "auto"] | None,
     Parameter(
         help="of a converted model in layout latent: rotary keys computed when they are read (none), kept beside the"
-        " latent (bfloat16; float8: in 8 bits, which changes predictions), or by the rule of"
-        " docs/layouts-and-presets.md (auto); default its config's."
+        " latent (bfloat16; int8, which changes predictions), or by the rule of docs/layouts-and-presets.md (auto: any"
+        " of these); default its config's."
     ),
 ]
 Json = Annotated[str | None, Parameter(metavar="FILE", help="also write what is printed to this JSON file.")]

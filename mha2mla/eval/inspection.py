@@ -259,7 +259,7 @@ def _geometries(config: MHA2MLAConfig, dtype: torch.dtype) -> list[dict[str, Any
     for geometry, alike in groupby(range(config.num_hidden_layers), config.layer_geometry):
         index, *others = alike
         cached = config.cached_geometry(index)
-        kept = f"kept beside the latent{' in 8 bits' * cached.has_key_codes}"
+        kept = f"kept beside the latent{' in 8 bits, which changes predictions' * cached.has_key_codes}"
         keys = (kept if cached.has_rope_cache else "from the latent", "cached")
         rows.append(
             {

@@ -9,7 +9,7 @@ from mha2mla.kernels.mixed_attention.api import gqa_attention, mla_attention
 from mha2mla.kernels.mixed_attention.layout import MAX_DECODE_QUERY_LENGTH, absorbs_up_to, is_absorbed
 from mha2mla.kernels.mixed_attention.plan import MAX_EXPANDED_TOKENS, MixedPlan, plan_gqa_attention, plan_mla_attention
 from mha2mla.kernels.mla_decode.api import decodes_codes, explain_mla_decode, mla_absorbed, mla_decode, plan_mla_decode
-from mha2mla.kernels.mla_decode.cost import keeps_keys
+from mha2mla.kernels.mla_decode.cost import kept_key_bits
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent, quantize_latent
 from mha2mla.kernels.parallel_compilation import compile_ahead
 from mha2mla.kernels.pointwise.api import rms_norm, silu_mul
@@ -58,7 +58,7 @@ __all__ = [
     "gqa_decode",
     "is_absorbed",
     "is_skinny",
-    "keeps_keys",
+    "kept_key_bits",
     "kept_keys",
     "mla_absorbed",
     "mla_append",

@@ -242,9 +242,7 @@ def _explain_fp8(
     if geometry.has_codes:
         return f"it stores latents as e4m3 numbers, and the checkpoint's are codes of {geometry.latent_bits} bits"
     if geometry.has_key_codes:
-        return (
-            "it stores latents as e4m3 numbers, and rotary keys of rotary_key_cache 'float8' lie beside 16-bit latents"
-        )
+        return "it stores latents as e4m3 numbers, and rotary keys of rotary_key_cache 'int8' lie beside 16-bit latents"
     return explain(geometry, page_size, dtype, device)
 
 

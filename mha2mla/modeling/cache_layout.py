@@ -113,7 +113,7 @@ def in_bytes(tensor: Tensor) -> Tensor:
 
 def latent_layout(geometry: MLAGeometry, page_size: int, dtype: torch.dtype = torch.bfloat16) -> CacheLayout:
     """``latent_cache`` [.., d_c] and ``rope_cache`` [.., G, d_r], as ``mla_decode`` takes them; the first alone with
-    ``has_rope_cache`` False. Keys in 8 bits are e4m3 numbers with ``rope_scale`` per token; latents that are codes
+    ``has_rope_cache`` False. Keys in 8 bits are int8 with ``rope_scale`` per token; latents that are codes
     [.., bytes of a row] uint8."""
     width, name = geometry.kv_lora_rank, "mla"
     if geometry.has_codes:
@@ -121,7 +121,7 @@ def latent_layout(geometry: MLAGeometry, page_size: int, dtype: torch.dtype = to
         name = f"mla_{geometry.latent_bits}_bits"
     else:
         latent = CacheTensor("latent_cache", (width,), dtype)
-    name += "_fp8_keys" * geometry.has_key_codes
+    name += "_int8_keys" * geometry.has_key_codes
     return CacheLayout(name, (latent, *_rope(geometry, dtype)), page_size)
 
 
@@ -147,7 +147,7 @@ def _rope(geometry: MLAGeometry, dtype: torch.dtype) -> tuple[CacheTensor, ...]:
     width = (geometry.num_rope_heads, geometry.qk_rope_head_dim)
     if geometry.has_key_codes:
         scale = CacheTensor("rope_scale", (), torch.float32)
-        return CacheTensor("rope_cache", width, torch.float8_e4m3fn), scale
+        return CacheTensor("rope_cache", width, torch.int8), scale
     return (CacheTensor("rope_cache", width, dtype),)
 
 

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 CODE_VERSION = "0.1.0"  # the package's version
 SCHEMA_VERSION = 2
-ROTARY_KEY_CACHES = ("none", "bfloat16", "float8", "auto")
+ROTARY_KEY_CACHES = ("none", "bfloat16", "int8", "auto")
 PER_LAYER = ("num_rope_heads", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "latent_bits")
 
 
@@ -55,11 +55,11 @@ class MHA2MLAConfig(PreTrainedConfig):
             the form is always expanded.
         rotary_key_cache: with ``rope_from_latent``, what caches of the package hold of rotary keys: "none": nothing,
             they are computed whenever they are read; "bfloat16": each is computed and rotated once, when its token is
-            appended, and kept beside the latent in the model's dtype; "float8": the same in e4m3 numbers with a float32
+            appended, and kept beside the latent in the model's dtype; "int8": the same in integers with a float32
             scale a token, their bias apart; "auto": one of these, by the rule of
-            :func:`mha2mla.modeling.config.rotary_key_bits`. Logits are equal to rounding, but of float8. May be changed
+            :func:`mha2mla.modeling.config.rotary_key_bits`. Logits are equal to rounding, but of int8. May be changed
             at run time; a cache keeps what the config said when it was made. Other caches, and models without the
-            package, compute.
+            package, compute. "float8", which int8 replaced, is refused, also in a config.json.
         attention_window, num_sink_tokens: each token attends to the last ``attention_window`` tokens up to itself and
             to the first ``num_sink_tokens`` of its sequence that are not padding (StreamingLLM, arXiv 2309.17453; its
             recent and start sizes), at the positions that they have in the sequence. In layers without a window of
@@ -147,7 +147,8 @@ class MHA2MLAConfig(PreTrainedConfig):
         construction and whenever they change."""
         if name == "rotary_key_cache":
             allowed = ROTARY_KEY_CACHES if self.rope_from_latent else ("none", "auto")
-            why = "" if self.rope_from_latent else ": the layout of this checkpoint caches its rotary keys"
+            why = ": int8 replaced it, integers with a scale a token" if value == "float8" else ""
+            why = why if self.rope_from_latent else ": the layout of this checkpoint caches its rotary keys"
             if value not in allowed:
                 raise ValueError(f"{name} is {value!r:.80}; expected one of {allowed}{why}")
         for limited, least in (("attention_window", 1), ("num_sink_tokens", 0)):

@@ -65,8 +65,8 @@ class AttentionBackend:
         weights: names of the layer's own tensors that the ops take; those that its geometry has no use for are None or
             left out, here and in ``per_token``.
         cache_layout: from geometry, page size and the model's dtype, what its cache is made of; ``latent_cache`` for a
-            LatentCache, ``rope_cache`` unless keys are made from latents, ``latent_scale`` and ``rope_scale`` where
-            latents or keys are e4m3.
+            LatentCache, ``rope_cache`` unless keys are made from latents, ``latent_scale`` where
+            latents are e4m3, ``rope_scale`` where keys are int8.
         append: ``append(tensors, cache, batch, constants)`` rotates the queries, which it returns by name, and writes
             keys and values of the new tokens to their slots.
         attend: ``attend(tensors, cache, batch, plan, constants)`` gives [N, H, d_v]; None: the model's

@@ -70,7 +70,7 @@ class Case:
 
 def draw_geometry(rng: random.Random, latent: bool) -> tuple[Problem, str]:
     """A problem without lengths, and a dtype; popular geometries often. ``latent``: of the layout that caches it alone,
-    every third one of e4m3 latents and some with e4m3 keys; else over stored rotary keys."""
+    every third one of e4m3 latents and some with int8 keys; else over stored rotary keys."""
     page, seqlen_q = rng.choice((16, 32, 64, 64, 128)), rng.choice((1, 1, 1, 2, 4, 8))
     paged = {"lengths": (), "page_size": page, "seqlen_q": seqlen_q}
     dtype = rng.choice(("bfloat16", "bfloat16", "float16"))

@@ -18,8 +18,8 @@ from mha2mla.kernels.gqa_decode.selection import GQAShape
 from mha2mla.kernels.group_codes.api import GroupQuantizer
 from mha2mla.kernels.mla_decode.api import (
     FP8,
-    FP8_KEYS,
     GROUP_CODES,
+    INT8_KEYS,
     LATENT,
     LATENT_CODES,
     LATENT_FP8,
@@ -27,7 +27,7 @@ from mha2mla.kernels.mla_decode.api import (
     plan_mla_decode,
 )
 from mha2mla.kernels.mla_decode.codes_selection import code_of
-from mha2mla.kernels.mla_decode.quantization import dequantize_latent, quantize_latent
+from mha2mla.kernels.mla_decode.quantization import dequantize_latent, quantize_keys, quantize_latent
 from mha2mla.kernels.rope_append.api import LatentRope, kept_keys, rotary_keys
 from mha2mla.kernels.split_kv.choice import TILE_TOKENS
 from mha2mla.kernels.split_kv.op import PagedOp, compiled_shape
@@ -267,11 +267,11 @@ class LatentProblem(Problem):
 
 @dataclass(frozen=True)
 class KeyCodesProblem(LatentProblem):
-    """One decode call over 16-bit latents and e4m3 rotary keys; ``bias``: how large entries of b_KR are."""
+    """One decode call over 16-bit latents and int8 rotary keys; ``bias``: how large entries of b_KR are."""
 
     bias: float = 10.0
 
-    op = FP8_KEYS
+    op = INT8_KEYS
     flops = Problem.flops
 
     @property
@@ -280,7 +280,7 @@ class KeyCodesProblem(LatentProblem):
 
     def inputs(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> dict[str, Any]:
         made, rope = Problem.inputs(self, dtype, device), super().inputs(dtype, device)["rope"]
-        codes, scale = quantize_latent(made["rope_cache"])
+        codes, scale = quantize_keys(made["rope_cache"])
         rope = replace(rope, bias=self.bias * rope.bias)
         return made | {"rope_cache": codes, "rope_scale": scale[:, :, 0].contiguous(), "rope": rope}
 
@@ -401,7 +401,7 @@ def _op_of(inputs: dict[str, Any]) -> tuple[PagedOp, tuple[str, ...], tuple[str,
 
 
 def with_keys(inputs: dict[str, Any], dtype: torch.dtype = torch.float64) -> dict[str, Any]:
-    """The same call over a cache that holds rotary keys, in ``dtype``, if it is one over the latent alone or e4m3 keys.
+    """The same call over a cache that holds rotary keys, in ``dtype``, if it is one over the latent alone or int8 keys.
 
     Codes are dequantised, integer ones to ``dtype``. Each page has to belong to one sequence, as
     :meth:`Problem.inputs` makes them.

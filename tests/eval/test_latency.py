@@ -156,7 +156,7 @@ def test_cached_bytes_count_codes_scales_and_rotary_keys(layout, backend, tiny_c
         folder = tmp_path / "latent"
         tiny.convert(tiny_converted, folder, {"layout": "latent"})
     model = MHA2MLAForCausalLM.from_pretrained(folder, attention_backend=backend)
-    modes = {"latent, keys kept": "bfloat16", "latent, keys in 8 bits": "float8"}
+    modes = {"latent, keys kept": "bfloat16", "latent, keys in 8 bits": "int8"}
     model.config.rotary_key_cache = modes.get(layout, "none")
     (row,) = decode_step_latency({"converted": model}, batch_sizes=(2,), seqlens=(40,), **QUICK)
     geometries = [model.config.layer_geometry(layer) for layer in range(2)]

@@ -37,7 +37,7 @@ def gate_choice(op, shape, choice, capability: int, slack: int) -> None:
     report = gate(op.make_split(shape, choice), configs, capability)
     promised = int(re.search(r"(\d+) bytes of shared memory", choice.reason).group(1))
     assert promised - slack <= report.shared_bytes <= promised, choice.reason
-    streams = choice.kernel not in ("swap_ab", "latent_portable", "fp8_keys_portable", "codes_portable", "portable")
+    streams = choice.kernel not in ("swap_ab", "latent_portable", "int8_keys_portable", "codes_portable", "portable")
     assert not streams or report.registers * choice.threads * choice.ctas_per_sm <= 65536, choice.reason
     if report.instructions is not None:
         tensor_core = "HGMMA" if capability == 90 else "HMMA"

@@ -10,7 +10,7 @@ import tilelang.language as T
 
 from mha2mla.kernels.gqa_decode.api import GQA
 from mha2mla.kernels.machine import SMALL_PASS_CONFIGS, check_arguments
-from mha2mla.kernels.mla_decode.api import FP8, FP8_KEYS, LATENT, LATENT_FP8, MLA
+from mha2mla.kernels.mla_decode.api import FP8, INT8_KEYS, LATENT, LATENT_FP8, MLA
 from mha2mla.kernels.split_kv.choice import shared_memory_limit
 from mha2mla.kernels.split_kv.combine import SIZES, combine_rows, make_combine
 from mha2mla.kernels.split_kv.plan_kernel import make_plan
@@ -27,8 +27,8 @@ CHOSEN = [
     (FP8, 90, 32, 1, 512, 64, 64, 1),
     (LATENT, 90, 32, 512, 64, 64, 1),
     (LATENT_FP8, 90, 32, 512, 64, 64, 1),
-    (FP8_KEYS, 90, 28, 1, 512, 128, 64, 1),
-    (FP8_KEYS, 90, 32, 1, 1024, 64, 64, 1),
+    (INT8_KEYS, 90, 28, 1, 512, 128, 64, 1),
+    (INT8_KEYS, 90, 32, 1, 1024, 64, 64, 1),
     (GQA, 90, 28, 4, 192, 128, 16, 8, "half"),
     (GQA, 80, 14, 2, 80, 64, 16, 2),
 ]
@@ -66,10 +66,11 @@ MORE = [
     (LATENT_FP8, 90, 28, 320, 128, 64, 1),
     (LATENT_FP8, 90, 64, 256, 96, 16, 2),
     (LATENT_FP8, 90, 16, 80, 32, 64, 1),
-    (FP8_KEYS, 90, 40, 1, 448, 128, 16, 1, "half"),
-    (FP8_KEYS, 90, 64, 1, 256, 64, 32, 2),  # two warpgroups compute
-    (FP8_KEYS, 90, 9, 1, 192, 96, 128, 1),
-    (FP8_KEYS, 90, 16, 1, 72, 16, 64, 1),  # two CTAs on a multiprocessor
+    (INT8_KEYS, 90, 40, 1, 448, 128, 16, 1, "half"),
+    (INT8_KEYS, 90, 64, 1, 256, 64, 32, 2),  # two warpgroups compute
+    (INT8_KEYS, 90, 9, 1, 192, 96, 128, 1),
+    (INT8_KEYS, 80, 32, 1, 512, 64, 64, 1),
+    (INT8_KEYS, 90, 16, 1, 72, 16, 64, 1),  # two CTAs on a multiprocessor
     (GQA, 90, 32, 32, 128, 128, 64, 1),
     (GQA, 90, 64, 1, 256, 256, 64, 1),
     (GQA, 89, 14, 2, 80, 64, 16, 2),
@@ -85,7 +86,7 @@ OTHERS = [
     ("swap_ab", None, (MLA, 90, 32, 1, 1024, 64, 64, 1)),
     ("swap_ab_ws", 1, (MLA, 90, 16, 1, 576, 64, 64, 1)),
     ("swap_ab_cluster", 1, (MLA, 90, 64, 1, 768, 64, 64, 1)),
-    ("fp8_keys_portable", None, (FP8_KEYS, 90, 32, 1, 512, 64, 64, 1)),
+    ("int8_keys_portable", None, (INT8_KEYS, 90, 32, 1, 512, 64, 64, 1)),
     *(
         ("portable", None, (GQA, capability, *sizes))
         for sizes in ((40, 8, 96, 96, 32, 8, "half"), (9, 3, 64, 64, 64, 8), (28, 4, 128, 128, 64, 8))

@@ -27,7 +27,7 @@ from mha2mla.kernels.split_kv.combine import SIZES, make_combine
 
 @cache
 def compiled_split(op, shape, max_rows: int, max_groups: int, block_tokens: int, variant: str):
-    portable = ("portable", "swap_ab", "latent_portable", "fp8_keys_portable")
+    portable = ("portable", "swap_ab", "latent_portable", "int8_keys_portable")
     choice = next(c for c in kernels_of(op, shape, 80 if op is GQA else 90) if c.kernel in portable)
     groups = shape.num_kv_heads if op is GQA else shape.num_rope_heads
     tiling = tile_rows(shape.heads, groups, shape.seqlen_q, max_rows, 1 if op is GQA else max_groups, packed=op is GQA)
@@ -106,7 +106,7 @@ def test_no_latent_shape_reads_poison_or_drops_heads(problem, variant):
 
 
 @few("problem", KEY_CODES, count=3, ids=name)
-def test_no_shape_of_fp8_keys_reads_poison(problem):
+def test_no_shape_of_int8_keys_reads_poison(problem):
     """With biases of any size, beside the float64 of what codes, scales and biases give."""
     for num_ctas in (1, 12):
         run(problem, num_ctas, variant="")

@@ -336,7 +336,7 @@ def test_scales_far_apart_and_strided_codes():
 
 
 @pytest.mark.parametrize("problem", KEY_CODES[:4], ids=name)
-def test_fp8_keys_are_their_dequantised_selves(problem):
+def test_int8_keys_are_their_dequantised_selves(problem):
     """As the kernel of stored keys attends over the same keys in 16 bits."""
     inputs = replace(problem, lengths=(300, 70, 2000)).inputs(torch.bfloat16, CUDA)
     out, lse = decode(problem, inputs, return_lse=True, backend="tilelang")

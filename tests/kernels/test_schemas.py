@@ -93,7 +93,7 @@ def appended():
     mla_append(**given)
     codes, scale = given["latent_cache"].to(E4M3), torch.zeros(PAGES, PAGE)
     mla_append(**given | {"latent_cache": codes, "latent_scale": scale})
-    given |= {"k_pe": given["k_pe"][:, :1], "rope_cache": given["rope_cache"][:, :, :1].to(E4M3)}
+    given |= {"k_pe": given["k_pe"][:, :1], "rope_cache": given["rope_cache"][:, :, :1].to(torch.int8)}
     mla_append(**given | {"inv_freq": given["inv_freq"][:1]}, rope_scale=scale)
     torch.ops.mha2mla.rotate_keys(torch.randn(5, 8), torch.arange(5).int(), torch.rand(4), 1.3, False)  # a GPU's
 

@@ -22,7 +22,7 @@ CASES = {
     "latent sliding": {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 0},
 }
 CASES["kept"] = {**CASES["latent"], "rotary_key_cache": "bfloat16"}
-CASES["kept in 8 bits"] = {**CASES["latent"], "rotary_key_cache": "float8"}
+CASES["kept in 8 bits"] = {**CASES["latent"], "rotary_key_cache": "int8"}
 for case, keys in CASES.items():
     if case.startswith(("latent", "kept")):
         keys |= {"num_rope_heads": 1, "rope_from_latent": True}

@@ -162,12 +162,12 @@ def test_warm_up_batches_copy_as_much_as_any_step(longest):
     assert all(sum(queries) <= 8192 for queries, _ in warm_up_batches(8192, longest, has_codes=True))
 
 
-@pytest.mark.parametrize("case", ["per-group", "latent", "kept qk-norm", "float8 latent", "codes", "kept codes"])
+@pytest.mark.parametrize("case", ["per-group", "latent", "kept qk-norm", "int8 latent", "codes", "kept codes"])
 def test_warm_up_runs_both_forms(case):
-    config = mla_model("latent" if "codes" in case else case.removeprefix("float8 ")).config
+    config = mla_model("latent" if "codes" in case else case.removeprefix("int8 ")).config
     config.latent_bits = 4 if "codes" in case else 16
     config.rotary_key_cache = "bfloat16" if case == "kept codes" else config.rotary_key_cache
-    config.rotary_key_cache = "float8" if case.startswith("float8") else config.rotary_key_cache
+    config.rotary_key_cache = "int8" if case.startswith("int8") else config.rotary_key_cache
     (layer, *_), tokens, ran = config.attention_constants(), 40, []
 
     def attend(tensors, cache, batch, plan, constants):

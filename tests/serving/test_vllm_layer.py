@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from tests.commands import python
 
 CASES = ("per-group", "no nope", "per layer", "sliding", "latent", "latent per layer", "latent qk-norm")
-CASES += ("kept per layer", "kept qk-norm", "kept no nope", "float8 latent qk-norm", "float8 latent no nope")
+CASES += ("kept per layer", "kept qk-norm", "kept no nope", "int8 latent qk-norm", "int8 latent no nope")
 # Codes, in float64, in which no rounding of another order of sums moves one; computed keys and kept ones.
 CASES += ("codes latent", "codes latent per layer", "codes latent qk-norm", "codes latent sliding")
 CASES += ("codes kept per layer", "codes kept qk-norm", "codes kept some sliding")
@@ -96,10 +96,10 @@ def main(*cases: str) -> None:
     library.impl("unified_attention_with_output", attend, "CPU")
     for case, index in itertools.product(cases, range(2)):
         torch.manual_seed(0)
-        has_codes, eight = case.startswith("codes "), case.startswith("float8")
+        has_codes, eight = case.startswith("codes "), case.startswith("int8")
         keys = {"latent_bits": [4, 3]} if has_codes else {}
-        model = mla_model(case.removeprefix("float8 ").removeprefix("codes "), **keys)
-        model.config.rotary_key_cache = "float8" if eight else model.config.rotary_key_cache
+        model = mla_model(case.removeprefix("int8 ").removeprefix("codes "), **keys)
+        model.config.rotary_key_cache = "int8" if eight else model.config.rotary_key_cache
         model, limit = model.double() if has_codes else model, EIGHT_BITS if eight else TOLERANCE
         dtype = engine.model_config.dtype = model.dtype
         ours = model.model.layers[index].self_attn

@@ -16,7 +16,7 @@ from mha2mla.kernels.gqa_decode.api import gqa_decode
 from mha2mla.kernels.mixed_attention.layout import Group, Wave
 from mha2mla.kernels.mixed_attention.plan import ChunkPart, GroupPart, MixedPlan, check_lengths
 from mha2mla.kernels.mla_decode.api import check_key_codes, mla_absorbed
-from mha2mla.kernels.mla_decode.quantization import CODES, dequantize_latent, holds_codes
+from mha2mla.kernels.mla_decode.quantization import CODES, KEY_CODES, dequantize_latent, holds_codes
 from mha2mla.kernels.ops import (
     Argument,
     check_backend,
@@ -40,9 +40,9 @@ _MLA = (
     Argument("rope.bias", "d_r", optional=True),
     Argument("rope.inv_freq", "pairs", torch.float32, optional=True),
 )
-_LATENT, _ROPE = (  # by whether they are e4m3
-    {codes: Argument(name, dims, CODES if codes else None, name == "rope_cache") for codes in (False, True)}
-    for name, dims in (("latent_cache", "P page d_c"), ("rope_cache", "P page G|H d_r"))
+_LATENT, _ROPE = (  # by whether they are codes
+    {codes: Argument(name, dims, dtype if codes else None, name == "rope_cache") for codes in (False, True)}
+    for name, dims, dtype in (("latent_cache", "P page d_c", CODES), ("rope_cache", "P page G|H d_r", KEY_CODES))
 )
 _GQA = (
     Argument("query", "N H d_k"),
@@ -81,7 +81,7 @@ def mla_attention(
         q_nope: [N, H, d_n] un-rotated queries of all sequences, concatenated; d_n may be 0.
         q_pe: [N, H, d_r] rotated queries. Tokens behind those of the plan's sequences pad the batch.
         latent_cache: [P, page, d_c]; float8_e4m3fn with ``latent_scale``.
-        rope_cache: [P, page, G, d_r], rotated; G divides H. None with ``rope``; float8_e4m3fn with that and
+        rope_cache: [P, page, G, d_r], rotated; G divides H. None with ``rope``; int8 with that and
             ``rope_scale``.
         k_up: [h_kv, d_n, d_c]; None exactly if d_n is 0.
         v_up: [h_kv, d_v, d_c]; h_kv divides H.
@@ -91,7 +91,7 @@ def mla_attention(
         latent_scale: [P, page] float32, of the latents where they are e4m3 numbers.
         rope_scale: [P, page] float32, of the keys where they are, as in :func:`mha2mla.kernels.mla_decode`; the
             expanded form dequantises those that it reads.
-        rope: parameters of k_pe in a cache of the latent alone, or of e4m3 keys: used by the decode op, and for the
+        rope: parameters of k_pe in a cache of the latent alone, or of int8 keys: used by the decode op, and for the
             expanded form before it attends. Without ``page_offsets``.
         backend: "tilelang", "reference", or None: TileLang where it serves the call.
 

@@ -259,7 +259,7 @@ def plan_mla_attention(
         rope_from_latent=rope_cache is None,
     )  # fmt: skip
     pages = latent_cache if rope_cache is None else rope_cache
-    like = latent_cache if pages.dtype == torch.float8_e4m3fn else pages
+    like = latent_cache if pages.dtype == torch.int8 else pages
     query = pages.new_empty((), dtype=dtype or like.dtype).expand(heads, width)
     decode_plan = partial(plan_mla_decode, qk_rope_head_dim=rope, latent_dtype=latent_cache.dtype, backend=backend)
     if launch_flop is None:

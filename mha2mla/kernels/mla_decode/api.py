@@ -11,7 +11,7 @@ from torch import Tensor
 from mha2mla.geometry import MLAGeometry, code_bytes
 from mha2mla.kernels.mla_decode import codes_selection, selection
 from mha2mla.kernels.mla_decode.codes_selection import CodedShape
-from mha2mla.kernels.mla_decode.quantization import CODES
+from mha2mla.kernels.mla_decode.quantization import CODES, KEY_CODES
 from mha2mla.kernels.mla_decode.selection import DecodeShape
 from mha2mla.kernels.ops import ALIGNMENT, Argument, argument_error, capability, dtype_name, in_plain_eager_mode
 from mha2mla.kernels.rope_append.api import LatentRope
@@ -26,10 +26,11 @@ _ROTATION = (  # fields of LatentRope
     Argument("inv_freq", "(pairs)", torch.float32),
     Argument("page_offsets", "(B max_pages)", torch.int32, optional=True),
 )
-_KEYS = {  # by whether they are cached, CODES: as e4m3 numbers
+_KEYS = {  # by whether they are cached, KEY_CODES: as integers
     True: (Argument("rope_cache", "P page (G|H d_r)"),),
-    CODES: (
-        Argument("rope_cache", "P page (G|H d_r)", CODES), Argument("rope_scale", "P page", torch.float32), *_ROTATION
+    KEY_CODES: (
+        Argument("rope_cache", "P page (G|H d_r)", KEY_CODES), Argument("rope_scale", "P page", torch.float32),
+        *_ROTATION,
     ),
     False: (Argument("rope_weight", "d_r d_c"), *_ROTATION),
 }  # fmt: skip
@@ -41,7 +42,7 @@ _LATENTS = {  # by the cache's dtype, None where it is the queries': the cache, 
 
 
 _MODULES = {"latent_portable": "swap_ab", "latent_fp8": "latent_ws", "latent_cluster": "swap_ab_cluster"}
-_MODULES |= {"fp8_keys_ws": "fp8_keys", "fp8_keys_cluster": "fp8_keys", "fp8_keys_portable": "swap_ab"}
+_MODULES |= {"int8_keys_ws": "int8_keys", "int8_keys_cluster": "int8_keys", "int8_keys_portable": "swap_ab"}
 _MODULES |= dict.fromkeys(
     [f"codes_{kind}" for kind in ("portable", "ws", "cluster", "latent_ws", "latent_cluster")], "codes"
 )
@@ -56,8 +57,8 @@ def _shape(has_rope_cache: bool, heads: int, *call: Any) -> DecodeShape:
 def _declare(name: str, latent_dtype: torch.dtype | None, keys: bool | torch.dtype) -> PagedOp:
     is_coded, has_rope_cache = latent_dtype == torch.uint8, keys is not False
     how: dict[str, bool] = {"has_rope_cache": has_rope_cache}
-    how |= {} if is_coded else {"codes": latent_dtype == CODES, "key_codes": keys is CODES}
-    reference = {True: "mla_decode", CODES: "mla_decode_fp8_keys", False: "mla_decode_latent"}[keys]
+    how |= {} if is_coded else {"codes": latent_dtype == CODES, "key_codes": keys is KEY_CODES}
+    reference = {True: "mla_decode", KEY_CODES: "mla_decode_int8_keys", False: "mla_decode_latent"}[keys]
     chosen = codes_selection if is_coded else selection
     return PagedOp(
         name=name,
@@ -90,10 +91,10 @@ _OPS = {
         ("mla_decode_latent", None, False),
         ("mla_decode_latent_fp8", CODES, False),
         ("mla_decode_latent_codes", torch.uint8, False),
-        ("mla_decode_fp8_keys", None, CODES),
+        ("mla_decode_int8_keys", None, KEY_CODES),
     )
 }
-MLA, FP8, GROUP_CODES, LATENT, LATENT_FP8, LATENT_CODES, FP8_KEYS = _OPS.values()
+MLA, FP8, GROUP_CODES, LATENT, LATENT_FP8, LATENT_CODES, INT8_KEYS = _OPS.values()
 
 
 def _op(latent_dtype: torch.dtype | None, keys: bool | torch.dtype) -> PagedOp:
@@ -133,7 +134,7 @@ def mla_decode(
         q_pe: [B, S_q, H, d_r] rotated queries.
         latent_cache: [P, page, d_c] pages of latents; float8_e4m3fn with ``latent_scale``.
         rope_cache: [P, page, G, d_r] pages of rotated keys; G divides H. None in a cache of the latent alone;
-            float8_e4m3fn with ``rope_scale``.
+            int8 with ``rope_scale``.
         block_table: [B, max_pages] int32, the pages of each sequence; entries past its length, or whose whole tile of
             64 tokens no query sees, are never used. Tokens of an entry that is no page, such as -1, count as zeros and
             no other page is read; the reference on the CPU refuses it.
@@ -204,7 +205,7 @@ def _chosen(
     is_kept = rope_scale is not None
     keys = (rope_cache, rope_scale) if is_kept else (rope.weight,)
     data = (q_latent, q_pe, *latent, *keys, rope.bias, rope.inv_freq, rope.page_offsets)
-    return _OPS[latent_dtype, CODES if is_kept else False], data, (rope.scaling,)
+    return _OPS[latent_dtype, KEY_CODES if is_kept else False], data, (rope.scaling,)
 
 
 def check_key_codes(rope_cache: Tensor | None, rope: LatentRope | None, of_latents: Tensor | None) -> None:
@@ -344,7 +345,7 @@ def explain_mla_decode(
         seqlen_q: new tokens per sequence.
         latent_dtype: float8_e4m3fn where the latent cache has scales; None: as ``dtype``.
     """
-    return _op(latent_dtype, CODES if geometry.has_key_codes else geometry.has_rope_cache).explain(
+    return _op(latent_dtype, KEY_CODES if geometry.has_key_codes else geometry.has_rope_cache).explain(
         DecodeShape.of(geometry, page_size, dtype_name(dtype), seqlen_q), device
     )
 
@@ -386,7 +387,7 @@ def plan_mla_decode(
 
     Args:
         q_latent: [B, S_q, H, d_c]; only shape, dtype and device are looked at, here and in the next two.
-        rope_cache: [P, page, G, d_r], or e4m3; for a cache of the latent alone its latent_cache [P, page, d_c].
+        rope_cache: [P, page, G, d_r], or int8; for a cache of the latent alone its latent_cache [P, page, d_c].
         block_table: [B, max_pages].
         cache_seqlens: [B] int32; None: the plan is not filled, and must be refreshed before a call.
         qk_rope_head_dim: d_r.

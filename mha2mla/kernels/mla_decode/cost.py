@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from mha2mla.geometry import MLAGeometry
+from mha2mla.geometry import SCALE_BYTES, MLAGeometry
 from mha2mla.kernels.mla_decode.selection import DecodeShape, halve, key_steps, refusal, select_kernel
 from mha2mla.kernels.split_kv.choice import HOPPER, TILE_TOKENS, KernelChoice
 
@@ -24,15 +24,15 @@ FIXED, DIRTY_BYTES = 5e-6, 65e6  # a call's, whatever it reads: seconds, and byt
 TILE, EXCHANGE, PIECE, KEY_PIECE, KEY_PRODUCT, PRODUCT, PORTABLE = 1200, 350, 60, 250, 48, 25, 57
 
 
-CALL_BYTES = 200e6  # latents of the calls that keeps_keys compares
+CALL_BYTES = 200e6  # latents of the calls that kept_key_bits compares
 CHEAP_SHARE = 0.13  # bytes of keys over those of latents, up to which keys are kept for any gain
 FAR_OVER_LEAST = 2.2  # beyond that share: times the least that computing takes
-CHEAP_GAIN, GAIN = 1.03, 1.08  # times that computing must take of keeping: up to that share, beyond it
+CHEAP_GAIN, GAIN = 1.03, 1.08  # times that computing must take of keeping: up to that share in 16 bits, else
 
 
 def _chain(shape: DecodeShape, choice: KernelChoice, has_rope_cache: bool) -> float:
     """Cycles that a CTA's tile takes when nothing waits for memory."""
-    if choice.kernel in ("latent_portable", "swap_ab", "fp8_keys_portable"):
+    if choice.kernel in ("latent_portable", "swap_ab", "int8_keys_portable"):
         return PORTABLE * shape.kv_lora_rank
     if choice.kernel == "heads_on_m":
         return TILE + 2 * PRODUCT * key_steps(shape.kv_lora_rank + shape.qk_rope_head_dim)
@@ -73,29 +73,35 @@ def least_seconds(geometry: MLAGeometry, tokens: int) -> float:
 
 
 @lru_cache(maxsize=64)
-def keeps_keys(layers: tuple[MLAGeometry, ...]) -> bool:
-    """True where layers that cache the latent alone should keep their rotary keys beside it, one answer for all.
+def kept_key_bits(layers: tuple[MLAGeometry, ...], has_8_bits: bool = True) -> int:
+    """Bits in which layers that cache the latent alone should keep their rotary keys beside it, one answer for all: 16,
+    8 (which changes predictions) or, where they should be computed, 0.
 
-    Keys that take at most 13 % of the latents' bytes are kept where computing takes more than 1.03 times what keeping
-    them in 16 bits takes on an H200; others where it takes more than 1.08 times that and 2.2 times what bytes and
-    products need at least. Where no kernel computes keys, and for codes, whose times are not modelled, the bytes alone
-    decide. 8 bits change predictions, so they are never the answer.
+    Keys that take at most 13 % of the latents' bytes in 16 bits are kept where computing takes more than 1.03 times
+    what keeping takes on an H200. Else those that take at most 13 % in 8 bits, scales included, are kept so where
+    computing takes more than 1.08 times that; others in 16 bits where it takes more than 1.08 times that and 2.2 times
+    what bytes and products need at least. Where no kernel computes keys, and for codes, whose times are not modelled,
+    the bytes of 16 bits alone decide.
+
+    Args:
+        has_8_bits: the backend takes keys in 8 bits.
     """
-    keys = sum(2 * layer.qk_rope_head_dim for layer in layers)
     latents = sum(2 * layer.kv_lora_rank for layer in layers)
-    is_cheap = keys <= CHEAP_SHARE * latents
-    shapes = (DecodeShape.of(layer, TILE_TOKENS, "bfloat16") for layer in layers)
+    is_cheap = sum(2 * layer.qk_rope_head_dim for layer in layers) <= CHEAP_SHARE * latents
+    is_cheap_in_8 = sum(layer.qk_rope_head_dim + SCALE_BYTES for layer in layers) <= CHEAP_SHARE * latents
+    shapes = [DecodeShape.of(layer, TILE_TOKENS, "bfloat16") for layer in layers]
     if any(layer.has_codes for layer in layers) or any(refusal(shape, has_rope_cache=False) for shape in shapes):
-        return is_cheap
+        return 16 * is_cheap
     tokens = int(CALL_BYTES * len(layers) / latents)
-    computed, kept, least = (
-        sum(seconds(layer, tokens) for layer in each)
-        for seconds, each in (
-            (decode_seconds, layers),
-            (decode_seconds, [layer.with_stored_keys for layer in layers]),
-            (least_seconds, layers),
-        )
-    )
+
+    def seconds(ways: list[MLAGeometry]) -> float:
+        return sum(decode_seconds(layer, tokens) for layer in ways)
+
+    computed, kept = seconds(list(layers)), seconds([layer.with_stored_keys for layer in layers])
     if is_cheap:
-        return computed > CHEAP_GAIN * kept
-    return computed > max(FAR_OVER_LEAST * least, GAIN * kept)
+        return 16 * (computed > CHEAP_GAIN * kept)
+    if has_8_bits and is_cheap_in_8 and not any(refusal(shape, key_codes=True) for shape in shapes):
+        if computed > GAIN * seconds([layer.with_key_codes for layer in layers]):
+            return 8
+    least = sum(least_seconds(layer, tokens) for layer in layers)
+    return 16 * (computed > max(FAR_OVER_LEAST * least, GAIN * kept))

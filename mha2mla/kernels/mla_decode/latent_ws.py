@@ -281,15 +281,16 @@ static __device__ __forceinline__ void write_scales(float* scales, const float* 
 
 
 class CodeRing:
-    """Properties of a CTA to which bulk copies bring e4m3 numbers, in pieces of a tile."""
+    """Properties of a CTA to which bulk copies bring 8-bit codes, in pieces of a tile."""
 
+    code_dtype = CODES
     page_rows = property(lambda k: min(BLOCK, k.page_size))  # of a tile, that lie in one page
 
     def allocate(self) -> dict:
         """``codes`` and ``given`` (their scales) as they come, beside the memory of the class behind this one."""
         stages = self.choice.code_stages
         return super().allocate() | {
-            "codes": T.alloc_shared([stages, BLOCK, CODE_PANEL], CODES),
+            "codes": T.alloc_shared([stages, BLOCK, CODE_PANEL], self.code_dtype),
             "given": T.alloc_shared([stages, BLOCK // self.page_rows, max(32, self.page_rows)], T.float32),
         }
 

@@ -1,4 +1,4 @@
-"""The number format of the fp8 latent cache: e4m3 codes and one scale a token. Plain torch, any device."""
+"""Number formats of 8-bit caches: e4m3 latents, int8 rotary keys, one scale a token. Plain torch, any device."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from mha2mla.kernels.ops import argument_error
 
 CODES = torch.float8_e4m3fn
 LARGEST_CODE = 448.0
+KEY_CODES = torch.int8
+LARGEST_KEY_CODE = 127
 # Rows below are stored with this scale and keep fewer digits: `weight / scale` in the kernel must stay a float32.
 SMALLEST_SCALE = 2.0**-32
 # A factor and no divisor: torch divides by a Python number on CUDA as it multiplies by its float32 reciprocal.
-SCALE_OF_LARGEST = 1 / LARGEST_CODE
+SCALE_OF_LARGEST, KEY_SCALE_OF_LARGEST = 1 / LARGEST_CODE, 1 / LARGEST_KEY_CODE
 
 
 def holds_codes(latent_cache: Tensor, latent_scale: Tensor | None) -> bool:
@@ -35,13 +37,31 @@ def quantize_latent(latent: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         codes [..., d_c] float8_e4m3fn and scale [...] float32.
     """
-    wide = latent.float()
-    largest = wide.abs().amax(-1) if latent.shape[-1] else wide.new_zeros(wide.shape[:-1])
-    scale = (largest * SCALE_OF_LARGEST).clamp_min(SMALLEST_SCALE)
+    quotients, scale = _scaled(latent, SCALE_OF_LARGEST)
+    return quotients.clamp(-LARGEST_CODE, LARGEST_CODE).to(CODES), scale
+
+
+def quantize_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary keys [..., d_r] as integers from -127 to 127 and a scale each: ``keys ≈ codes * scale``.
+
+    ``scale = max |row| * (1 / 127)``, else as of :func:`quantize_latent`; each code is rounded to nearest even, so that
+    no element errs by more than half the scale. A row with a NaN or an infinity has the scale NaN.
+
+    Returns:
+        codes [..., d_r] int8 and scale [...] float32.
+    """
+    quotients, scale = _scaled(keys, KEY_SCALE_OF_LARGEST)
+    return quotients.nan_to_num(0).round().to(KEY_CODES), scale
+
+
+def _scaled(rows: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """Rows over their scales, and the scales, ``factor`` times a row's largest."""
+    wide = rows.float()
+    largest = wide.abs().amax(-1) if rows.shape[-1] else wide.new_zeros(wide.shape[:-1])
+    scale = (largest * factor).clamp_min(SMALLEST_SCALE)
     scale = torch.where(largest == 0, 1.0, scale)
     scale = torch.where(largest.isfinite(), scale, torch.nan)
-    codes = (wide / scale[..., None]).clamp(-LARGEST_CODE, LARGEST_CODE).to(CODES)
-    return codes, scale
+    return wide / scale[..., None], scale
 
 
 def dequantize_latent(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

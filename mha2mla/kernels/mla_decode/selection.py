@@ -1,7 +1,7 @@
 """Selection of a decode kernel and its tiles for a shape, and refusals. Arithmetic only, no TileLang.
 
 Five ops have kernels: over stored rotary keys or over the latent alone, each of 16-bit latents or of e4m3 codes; and
-over 16-bit latents with rotary keys in e4m3.
+over 16-bit latents with rotary keys in int8.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_ROPE_HALF = 512  # and that it owns
 HEADS_ON_M_THREADS = 512  # its latent is padded to four panels of 64 columns, one piece for each warpgroup's share
 FP8_THREADS = 384  # two warpgroups that compute, one that loads
 PANEL_BYTES = 64 * 128  # one panel: 64 tokens of 128 bytes
-CODE_PANEL = 128  # e4m3 codes of a token in a piece of a tile: a row of swizzled shared memory
+CODE_PANEL = 128  # 8-bit codes of a token in a piece of a tile: a row of swizzled shared memory
 SCALE_BYTES = 128  # where the scales of each page of a tile start
 KEY_TILE = 64  # rows of W_KR that a warpgroup of ``latent_ws`` holds: the M of one wgmma
 KEY_OVERHEAD = 72  # registers of such a thread beside W_KR: 32 sums, and whatever else
@@ -82,7 +82,7 @@ def refusal(
     shape: DecodeShape, *, has_rope_cache: bool = True, codes: bool = False, key_codes: bool = False
 ) -> str | None:
     """Why no TileLang kernel serves a shape on any GPU, or None. ``has_rope_cache``: rotary keys are cached, not made;
-    ``codes``: latents are e4m3; ``key_codes``: cached rotary keys are."""
+    ``codes``: latents are e4m3; ``key_codes``: cached rotary keys are int8."""
     width, rope, groups = shape.kv_lora_rank, shape.qk_rope_head_dim, shape.num_rope_heads
     multiples, makes_keys = "TileLang kernels take multiples of 8 up to", "TileLang kernels that make rotary keys"
     rope_limit = MAX_ROPE_SHARED if groups == 1 else MAX_ROPE_PER_HEAD
@@ -93,8 +93,8 @@ def refusal(
         (not codes or width <= MAX_CODES, d_c, f"kernels over e4m3 latents take at most {MAX_CODES}"),
         (has_rope_cache or width <= MAX_LATENT, d_c, f"{makes_keys} take at most {MAX_LATENT}"),
         (has_rope_cache or rope <= MAX_ROPE_ALONE, d_r, f"{makes_keys} take at most {MAX_ROPE_ALONE}"),
-        (not key_codes or rope % 16 == 0, d_r, "rows of e4m3 numbers must be multiples of 16 bytes"),
-        (not key_codes or rope <= MAX_ROPE_ALONE, d_r, f"kernels over e4m3 keys take at most {MAX_ROPE_ALONE}"),
+        (not key_codes or rope % 16 == 0, d_r, "rows of int8 keys must be multiples of 16 bytes"),
+        (not key_codes or rope <= MAX_ROPE_ALONE, d_r, f"kernels over int8 keys take at most {MAX_ROPE_ALONE}"),
     )
     sizes = (
         (width % 8 == 0 and width <= MAX_LATENT, d_c, f"{multiples} {MAX_LATENT}"),
@@ -278,7 +278,7 @@ def portable_choices(
 def _latent_portable(
     shape: DecodeShape, tiling: RowTiling, capability: int, limit: int, kernel: str = "latent_portable"
 ) -> Candidates:
-    """``latent_portable``, and ``fp8_keys_portable``, which has no W_KR."""
+    """``latent_portable``, and ``int8_keys_portable``, which has no W_KR."""
     has_weight = kernel == "latent_portable"
     threads = 256 if capability == 90 and shape.kv_lora_rank > 128 else 128
     latent = padded_latent_columns(shape.kv_lora_rank, threads)
@@ -514,7 +514,7 @@ def _key_code_registers(*of_thread: Any) -> tuple[int, int, int] | None:
     return next((registers for registers in found if registers is not None), None)
 
 
-def _fp8_keys(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
+def _int8_keys(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
     """Few tiles first, one CTA's before a cluster's up to 512 columns, then bytes in flight. Not measured."""
     latent, blocks = padded_latent_columns(shape.kv_lora_rank, 128), key_blocks(tiling, shape.qk_rope_head_dim)
     of_piece = 64 * CODE_PANEL + max(1, 64 // shape.page_size) * max(SCALE_BYTES, 4 * min(64, shape.page_size))
@@ -528,7 +528,7 @@ def _fp8_keys(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
         yield candidate(
             (0, tiling.num_tiles, 0, tiling.rows, -resident * in_flight, -resident, warpgroups, -turns, -code_stages),
             registers is not None and resident * (used + 1024) <= limit + 1024 and shape.kv_lora_rank <= WIDE_LATENT,
-            "fp8_keys_ws", tiling, used,
+            "int8_keys_ws", tiling, used,
             f"{warpgroups} warpgroup(s) compute, {makers} make keys, {num_stages} latent and {turns * makers} rope"
             f" stages, {code_stages} tiles of codes, {resident} CTA(s) a multiprocessor",
             num_stages=num_stages, rope_stages=turns * makers, threads=128 * (warpgroups + makers + 1),
@@ -544,7 +544,7 @@ def _fp8_keys(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
         yield candidate(
             (0, tiling.num_tiles, 1, tiling.rows, -num_stages, -rope_stages, -code_stages),
             used <= limit and registers is not None,
-            "fp8_keys_cluster", tiling, used,
+            "int8_keys_cluster", tiling, used,
             f"{CLUSTER} x {cut.columns} columns, {warpgroups} warpgroup(s) compute, 1 makes keys, {num_stages} pieces"
             f" of {cut.unit} columns, {rope_stages} rope stages, {code_stages} tiles of codes",
             num_stages=num_stages, rope_stages=rope_stages, threads=128 * (warpgroups + 2), warpgroups=warpgroups,
@@ -557,10 +557,9 @@ def _candidates(
 ) -> Candidates:
     """Every configuration; smaller ranks are expected to be faster."""
     hopper, packed = capability == HOPPER, codes and has_rope_cache
-    if (codes or key_codes) and not hopper:
-        kind = "latents" if codes else "keys"
+    if codes and not hopper:
         raise ValueError(
-            f"the GPU has compute capability {capability / 10}; kernels over e4m3 {kind} need {HOPPER / 10} (Hopper)"
+            f"the GPU has compute capability {capability / 10}; kernels over e4m3 latents need {HOPPER / 10} (Hopper)"
         )
     tilings = dict.fromkeys(
         tile_rows(shape.heads, shape.num_rope_heads, shape.seqlen_q, max_rows, max_groups, packed=packed)
@@ -579,8 +578,9 @@ def _candidates(
         if codes:
             yield from (_fp8 if has_rope_cache else _latent_fp8)(shape, tiling, limit)
         elif key_codes:
-            yield from _fp8_keys(shape, tiling, limit)
-            yield from _latent_portable(shape, tiling, capability, limit, "fp8_keys_portable")
+            if hopper:
+                yield from _int8_keys(shape, tiling, limit)
+            yield from _latent_portable(shape, tiling, capability, limit, "int8_keys_portable")
         elif not has_rope_cache:
             if hopper and not any(choice for _, choice, _ in alone):
                 yield from _latent_cluster(shape, tiling, limit)

@@ -42,7 +42,8 @@ class MLAStatic:
 class MLATypes(Types):
     """:class:`Types` behind q_latent [B,S_q,H,d_c], q_pe [B,S_q,H,d_r] and latent_cache
     [P,page,d_c], where that is of ``codes`` followed by latent_scale [P,page] (float32); then rope_cache
-    [P,page,G*d_r], where that is of ``key_codes`` followed by rope_scale [P,page] (float32). All have run-time strides.
+    [P,page,G*d_r], where that is of ``key_codes`` (int8) followed by rope_scale [P,page] (float32). All have run-time
+    strides.
 
     Without a rope_cache there follows rope_weight [d_r,d_c] (run-time stride); there and behind rope_scale rope_bias
     [d_r], inv_freq [d_r/2] (float32) and page_offsets [B,max_pages] (int32); and behind sinks ``scaling`` and
@@ -56,7 +57,7 @@ class MLATypes(Types):
         *,
         has_rope_cache: bool = True,
         codes: str | None = None,
-        key_codes: str | None = None,
+        key_codes: bool = False,
     ):
         d_c, d_r = shape.kv_lora_rank, shape.qk_rope_head_dim
         super().__init__("mla_decode", shape.heads, d_c, shape.page_size, shape.dtype, machine)
@@ -68,7 +69,7 @@ class MLATypes(Types):
             **({"latent_scale": self.cache("ls", dtype=T.float32)} if codes else {}),
         }
         if has_rope_cache:
-            self.data["rope_cache"] = self.cache("rc", shape.num_rope_heads * d_r, dtype=key_codes)
+            self.data["rope_cache"] = self.cache("rc", shape.num_rope_heads * d_r, dtype=T.int8 if key_codes else None)
         else:
             self.data["rope_weight"] = machine.strided("rw", [d_r, d_c], shape.dtype)
         if key_codes:

@@ -7,7 +7,7 @@ compiled for sm_90 (wgmma, TMA), for sm_80 and newer (mma, cp.async) and, unpipe
 ``latent_portable`` makes rotary keys of each tile of a cache of the latent alone: ``K = C W_KR^T + b_KR`` in two
 products, for the first and the second elements of all pairs, which lie alike in registers and are rotated there. W_KR
 stays in shared memory where it fits ("resident"), and is else fetched by 64 columns, every step again ("streamed").
-``fp8_keys_portable`` adds the rotated bias to e4m3 keys in the same layout.
+``int8_keys_portable`` adds the rotated bias to int8 keys in the same layout.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ PIECE = 64  # columns of W_KR that are loaded at a time
 class Static(MLAStatic):
     machine: Machine = GPU
 
-    makes_keys, adds_codes = False, False  # rotary keys are made: of latents, or of e4m3 codes
+    makes_keys, adds_codes = False, False  # rotary keys are made: of latents, or of int8 codes
 
     block = property(lambda k: k.choice.block_tokens)  # cached tokens a step
     latent_cols = property(lambda k: padded_latent_columns(k.d_c, k.choice.threads))
@@ -274,8 +274,6 @@ class CodesStatic(LatentStatic):
     adds_codes = True
 
 
-def make_fp8_keys_portable(shape: DecodeShape, choice: KernelChoice, machine: Machine = GPU):
-    """A TileLang function ``mla_decode_fp8_keys_portable``; :class:`MLATypes` has its arguments, with ``key_codes``; on
-    the C target, which has no e4m3 numbers, codes are float32."""
-    types = MLATypes(shape, machine, key_codes="float32" if machine.on_cpu else "float8_e4m3fn")
-    return _make(CodesStatic(shape, choice, machine), types, allocate_latent)
+def make_int8_keys_portable(shape: DecodeShape, choice: KernelChoice, machine: Machine = GPU):
+    """A TileLang function ``mla_decode_int8_keys_portable``; :class:`MLATypes` has its arguments."""
+    return _make(CodesStatic(shape, choice, machine), MLATypes(shape, machine, key_codes=True), allocate_latent)

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mha2mla.kernels.mla_decode.quantization import CODES, dequantize_latent, holds_codes, quantize_latent
+from mha2mla.kernels.mla_decode.quantization import (
+    CODES,
+    KEY_CODES,
+    dequantize_latent,
+    holds_codes,
+    quantize_keys,
+    quantize_latent,
+)
 from mha2mla.kernels.ops import (
     Argument,
     argument_error,
@@ -26,13 +33,13 @@ MAX_SLOTS = 2**31 - 1  # slots are int32, and so is their number in kernels
 
 _INV_FREQ = Argument("inv_freq", "tables pairs", torch.float32)
 _POSITIONS, _SLOTS = (Argument(name, "N", torch.int32) for name in ("positions", "slots"))
-_MLA = {  # by whether rotary keys are e4m3
+_MLA = {  # by whether rotary keys are int8
     codes: (
         Argument("q_pe", "N H d_r"),
         Argument("k_pe", "N G d_r"),
         _INV_FREQ,
         Argument("latent", "N d_c"),
-        Argument("rope_cache", "P page (G d_r)", CODES if codes else None),
+        Argument("rope_cache", "P page (G d_r)", KEY_CODES if codes else None),
         _POSITIONS,
         _SLOTS,
         *(Argument(name, "P (page)", torch.float32, optional=True) for name in ("latent_scale", "rope_scale")),
@@ -148,15 +155,16 @@ def mla_append(
             where nothing rotary is cached (:class:`mha2mla.kernels.LatentRope`).
         q_pe: [N, H, d_r] before RoPE; head h turns by the frequencies of rope head h // (H / G).
         latent_cache: [P, page, d_c], written; float8_e4m3fn to store latents as e4m3 numbers.
-        rope_cache: [P, page, G, d_r], written; a token's rope heads side by side. With ``rope_scale`` float8_e4m3fn.
+        rope_cache: [P, page, G, d_r], written; a token's rope heads side by side. With ``rope_scale`` int8.
         positions: [N] int32 of the tokens.
         slots: [N] int32, page · page_size + offset (:func:`slots_of`); a slot that lies outside the cache, such as -1,
             writes nothing, so rows that pad a CUDA graph touch no live page.
         inv_freq: [G, d_r / 2] or [1, d_r / 2] float32, radians per token. Zero leaves a pair alone.
         latent_scale: [P, page] float32, written: the scale of each e4m3 latent, as :func:`quantize_latent` chooses it
             (largest number / 448; a row with a NaN or an infinity becomes NaN). With an e4m3 latent_cache only.
-        rope_scale: [P, page] float32, written: the same of rotated keys, once they are rounded to the dtype of k_pe; of
-            G = 1. k_pe is to be W_KR c without b_KR (:func:`kept_keys`).
+        rope_scale: [P, page] float32, written: that of each rotated key, once rounded to the dtype of k_pe, by
+            :func:`quantize_keys` (largest number / 127); of G = 1. k_pe is to be W_KR c without b_KR
+            (:func:`kept_keys`).
         attention_scaling: factor on cos and sin (YaRN, longrope).
         interleaved: pairs are neighbours; else the halves of d_r (Llama).
         backend: "tilelang", "reference", or None: TileLang for CUDA tensors in float32, bfloat16 and float16.
@@ -328,7 +336,7 @@ def kept_keys(
     *,
     backend: str | None = "reference",
 ) -> Tensor:
-    """Rotary keys that are cached as e4m3 numbers, ``k_pe[t] = scale[t] codes[t] + m R(t) b_KR``, rounded once.
+    """Rotary keys that are cached as integers, ``k_pe[t] = scale[t] codes[t] + m R(t) b_KR``, rounded once.
 
     Args:
         codes: [..., d_r], as :func:`mla_append` writes them of rotated W_KR c. scale: [...] float32.
@@ -435,7 +443,9 @@ def _rope_append(
         write_rows(((row_cache, rows), (rope_cache, keys)), slots)
     else:
         write_rows(((row_cache, rows),), slots)
-        _quantize_append(keys[:, 0], rope_cache[:, :, 0], rope_scale, slots)
+        if keys.numel():
+            codes, scale = quantize_keys(keys)
+            write_rows(((rope_cache, codes), (rope_scale, scale[:, 0])), slots)
     return rotate_reference(query, positions, inv_freq, **rotation)
 
 

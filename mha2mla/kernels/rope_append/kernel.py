@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, GPU, Buffers, Machine, compiler, make_function
-from mha2mla.kernels.mla_decode.quantization import SCALE_OF_LARGEST, SMALLEST_SCALE
+from mha2mla.kernels.mla_decode.quantization import KEY_SCALE_OF_LARGEST, SCALE_OF_LARGEST, SMALLEST_SCALE
 from mha2mla.kernels.ops import capability, dtype_name, on_device, vector_of, with_dense_rows
 from mha2mla.kernels.skinny_linear.up_projections import THREADS as W_UK_THREADS
 from mha2mla.kernels.skinny_linear.up_projections import w_uk_blocks, w_uk_parts
@@ -32,8 +32,7 @@ class AppendShape:
         dtype: of rows, keys, queries and caches.
         interleaved: pairs are neighbours (x_0, x_1), …; else halves (x_0, x_{d_r / 2}), ….
         vector: elements that a thread moves at a time, at most; every row and pointer is aligned to so many.
-        key_dtype: of the rope cache where keys are quantised, "float8_e4m3fn", or "float32", which shows the quotients
-            before they are rounded; G is 1 then. Else "".
+        has_key_codes: keys are quantised to int8; G is 1 then.
     """
 
     heads: int
@@ -45,7 +44,7 @@ class AppendShape:
     dtype: str
     interleaved: bool = False
     vector: int = 1
-    key_dtype: str = ""
+    has_key_codes: bool = False
 
 
 @T.macro
@@ -56,13 +55,13 @@ def look_at(most, x):
 
 
 @T.macro
-def find_scale(most, scale, on_cpu):
-    """Scale of a row from the largest elements of a warp's threads, as in ``quantize_latent``."""
+def find_scale(most, scale, factor, on_cpu):
+    """Scale of a row, ``factor`` times the largest element of a warp's threads, as in ``quantize_latent``."""
     if not on_cpu:
         for v in list(range(5)):
             most[0] = T.max(most[0], T.shfl_xor(most[0], 1 << v))
             most[1] = T.max(most[1], T.shfl_xor(most[1], 1 << v))
-    scale[0] = T.max(most[0] * T.float32(SCALE_OF_LARGEST), T.float32(SMALLEST_SCALE))
+    scale[0] = T.max(most[0] * T.float32(factor), T.float32(SMALLEST_SCALE))
     scale[0] = T.if_then_else(most[0] == 0, 1.0, scale[0])
     if most[1] > 0:
         scale[0] = T.sqrt(-most[1])  # NaN; TileLang takes x == x, x * 0 and inf - inf for what they are of numbers
@@ -75,7 +74,7 @@ def append_parts(s: AppendShape, block_tokens: int, threads: int, on_cpu: bool =
         ``alloc()``: buffers by name; ``find_angles(call, m, t0, tokens)`` and ``find_slots(slots, m, t0, tokens,
         pages)`` of the block's tokens, from ``t0`` on, and once they are there ``write(call, m, t0, tokens)``.
     """
-    heads, num_rope_heads, row_width, qk_rope_head_dim, num_tables, page_size, dtype, interleaved, vector, codes = (
+    heads, num_rope_heads, row_width, qk_rope_head_dim, num_tables, page_size, dtype, interleaved, vector, has_codes = (
         astuple(s)
     )
     accum = T.float32
@@ -91,7 +90,6 @@ def append_parts(s: AppendShape, block_tokens: int, threads: int, on_cpu: bool =
     key_vectors, query_vectors = block_tokens * num_rope_heads * half_vectors, block_tokens * heads * half_vectors
 
     lanes = 1 if on_cpu else 32
-    has_codes = bool(codes)  # TileLang warns of a string as a condition
     key_rounds = -(-half_vectors // lanes) if has_codes else 0
 
     def thread():
@@ -150,14 +148,14 @@ def append_parts(s: AppendShape, block_tokens: int, threads: int, on_cpu: bool =
                 for v in T.unroll(2 * pairs):
                     m.wide[r * 2 * pairs + v] = T.cast(m.held[v], accum)
                     look_at(m.most, m.wide[r * 2 * pairs + v])
-        find_scale(m.most, m.scale, on_cpu)
+        find_scale(m.most, m.scale, KEY_SCALE_OF_LARGEST, on_cpu)
         page, row = m.slot[i] // page_size, m.slot[i] % page_size
         for r in T.unroll(key_rounds):
             if r * lanes + lane < half_vectors:
                 for there, here, count in parts((r * lanes + lane) * pairs):
                     for v in T.unroll(count):
-                        call.rope_cache[page, row, there + v] = T.cast(
-                            m.wide[r * 2 * pairs + here + v] / m.scale[0], codes
+                        call.rope_cache[page, row, there + v] = T.cast(  # to nearest even, 127 at most by the scale
+                            T.nearbyint(m.wide[r * 2 * pairs + here + v] / m.scale[0]), T.int8
                         )
         if lane == 0:
             call.rope_scale[page, row] = m.scale[0]
@@ -244,8 +242,8 @@ def append_arguments(s: AppendShape, machine: Machine = GPU) -> dict[str, Any]:
         "slots": T.Tensor([tokens], T.int32),
         "inv_freq": T.Tensor([s.num_tables, rope // 2], T.float32),
         "row_cache": machine.strided("row", [pages, s.page_size, width], dtype),
-        "rope_cache": machine.strided("key", [pages, s.page_size, groups * rope], s.key_dtype or dtype),
-        **({"rope_scale": machine.strided("scale", [pages, s.page_size], T.float32)} if s.key_dtype else {}),
+        "rope_cache": machine.strided("key", [pages, s.page_size, groups * rope], T.int8 if s.has_key_codes else dtype),
+        **({"rope_scale": machine.strided("scale", [pages, s.page_size], T.float32)} if s.has_key_codes else {}),
         "out": T.Tensor([tokens, queries, rope], dtype),
         "scaling": T.float32(),
     }
@@ -380,7 +378,7 @@ def make_quantize_rows(
                 v * lanes + lane < row_width, T.cast(rows[token, T.min(v * lanes + lane, row_width - 1)], accum), 0.0
             )
             look_at(most, x[v])
-        find_scale(most, scale, on_cpu)
+        find_scale(most, scale, SCALE_OF_LARGEST, on_cpu)
         if (slots[token] >= 0) & (slots[token] < pages * page_size):
             for v in T.unroll(rounds):
                 if v * lanes + lane < row_width:
@@ -444,8 +442,7 @@ def _operands(
     if not width:
         row_cache = nothing.as_strided((pages, page_size, 1), (0, 0, 1)) if scale else rope_cache[:, :, :1]
     vector, dtype = vector_of(rows, keys, query, row_cache, rope_cache, out), dtype_name(query.dtype)
-    codes = dtype_name(rope_cache.dtype) if scale else ""
-    shape = AppendShape(heads, groups, width, rope, len(inv_freq), page_size, dtype, interleaved, vector, codes)
+    shape = AppendShape(heads, groups, width, rope, len(inv_freq), page_size, dtype, interleaved, vector, bool(scale))
     lists = (positions.contiguous(), slots.contiguous(), inv_freq.contiguous())
     return shape, (rows, keys, query, *lists, row_cache, rope_cache, *scale, out, attention_scaling)
 

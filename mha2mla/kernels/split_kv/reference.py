@@ -319,7 +319,7 @@ def mla_decode_latent_reference(
     return attend((q_latent, q_pe), (latent, k_pe), latent, tokens, softmax_scale)
 
 
-def mla_decode_fp8_keys_reference(
+def mla_decode_int8_keys_reference(
     q_latent: Tensor,
     q_pe: Tensor,
     latent_cache: Tensor,
@@ -335,7 +335,7 @@ def mla_decode_fp8_keys_reference(
     softmax_scale: float,
     **visibility: Any,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`mla_decode_reference` of one rope head whose e4m3 keys :func:`kept_keys` dequantises, not rounded."""
+    """:func:`mla_decode_reference` of one rope head whose int8 keys :func:`kept_keys` dequantises, not rounded."""
     tokens = find_tokens(q_latent, latent_cache, block_table, cache_seqlens, **visibility)
     latent, codes = tokens.read(latent_cache)[:, :, None], tokens.read(rope_cache.to(tokens.dtype))[:, :, 0]
     positions = _positions(tokens, latent_cache, page_offsets)

@@ -12,9 +12,9 @@ from mha2mla.kernels import (
     mla_attention,
     plan_gqa_attention,
     plan_mla_attention,
-    quantize_latent,
     rotary_keys,
 )
+from mha2mla.kernels.mla_decode.quantization import quantize_keys
 from mha2mla.modeling.batch import SequenceBatch
 from mha2mla.testing.numeric_check import PlainAttention, errors
 
@@ -32,7 +32,7 @@ class Widths:
     value: int
     page: int = 16
     from_latent: bool = False  # nothing rotary is cached
-    key_codes: bool = False  # e4m3 keys are
+    key_codes: bool = False  # int8 keys are
 
 
 WIDTHS = {
@@ -42,7 +42,7 @@ WIDTHS = {
     "no nope": Widths(4, 2, 2, 32, 16, 0, 16),
     "from the latent": Widths(4, 2, 1, 24, 8, 16, 8, from_latent=True),
     "no nope from the latent": Widths(6, 2, 1, 16, 24, 0, 16, from_latent=True),
-    "fp8 keys": Widths(4, 2, 1, 24, 16, 16, 8, key_codes=True),
+    "int8 keys": Widths(4, 2, 1, 24, 16, 16, 8, key_codes=True),
 }
 # new and cached tokens: decodes, a draft, an empty one, a short query over a long context, chunks, a fresh prompt
 LENGTHS = ([1, 0, 1, 3, 12, 1, 40, 25, 8], [5, 4, 37, 16, 50, 0, 33, 0, 20])
@@ -106,7 +106,7 @@ class Problem:
             weight = normal(widths.rope, widths.latent, scale=widths.latent**-0.5)
             inv_freq = (10.0 ** -torch.rand(widths.rope // 2)).to(device)
             made = LatentRope(weight, normal(widths.rope), inv_freq, 1.3)
-            rope, scale = quantize_latent(rope) if widths.key_codes else (None, None)
+            rope, scale = quantize_keys(rope) if widths.key_codes else (None, None)
         return cls(
             widths, batch, normal(tokens, widths.heads, widths.nope), normal(tokens, widths.heads, widths.rope), latent,
             rope, k_up, normal(widths.kv_heads, widths.value, widths.latent, scale=widths.latent**-0.5), made,

@@ -39,7 +39,7 @@ def test_any_mix_equals_sequences_one_by_one(widths, combined):
     assert error(out, problem.exact()) < 2e-6
 
 
-@pytest.mark.parametrize("widths", ["per group", "from the latent", "fp8 keys"])
+@pytest.mark.parametrize("widths", ["per group", "from the latent", "int8 keys"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_errs_as_torch_does(dtype, widths):
     problem = Problem.make(WIDTHS[widths], dtype=dtype)
@@ -49,7 +49,7 @@ def test_half_precision_errs_as_torch_does(dtype, widths):
 
 
 @pytest.mark.parametrize("limit", [7, 16, 64])
-@pytest.mark.parametrize("widths", ["per group", "from the latent", "fp8 keys"])
+@pytest.mark.parametrize("widths", ["per group", "from the latent", "int8 keys"])
 def test_chunks_of_the_context_are_merged(widths, limit):
     problem = Problem.make(WIDTHS[widths])
     plan = problem.plan(max_expanded_tokens=limit)
@@ -75,7 +75,7 @@ def test_the_merges_run_where_the_caller_said(monkeypatch):
         asked.clear()
 
 
-@pytest.mark.parametrize("widths", ["per group", "from the latent", "fp8 keys"])
+@pytest.mark.parametrize("widths", ["per group", "from the latent", "int8 keys"])
 def test_first_visible_tokens(widths):
     starts = [2, 0, 30, 0, 11, 0, 7, 5, 28]
     problem = Problem.make(WIDTHS[widths], starts=starts)
@@ -88,7 +88,7 @@ STARTS = [0, 0, 7, 3, 20, 0, 4, 0, 12]
 
 
 @pytest.mark.parametrize("starts", [None, STARTS], ids=["", "left padding"])
-@pytest.mark.parametrize("widths", ["per group", "from the latent", "fp8 keys"])
+@pytest.mark.parametrize("widths", ["per group", "from the latent", "int8 keys"])
 @pytest.mark.parametrize(("window", "sinks"), [(1, 0), (1, 1), (5, 0), (5, 4), (30, 0), (30, 3), (30, 60), (100, 4)])
 def test_sliding_windows_and_sinks(window, sinks, widths, starts):
     """In both forms of long queries; over gaps between sinks and window, and where they meet."""
@@ -263,7 +263,7 @@ def test_gradients_pass_up_projections():
     ("widths", "dtype"),
     # Not every pair: each op's own tests have both dtypes, and a pair takes up to ten compilations.
     list(zip(widths_on_gpu(), (torch.bfloat16, torch.float16, *[torch.bfloat16] * 3), strict=True)),
-    ids=("per head", "per group", "shared", "from the latent", "fp8 keys"),
+    ids=("per head", "per group", "shared", "from the latent", "int8 keys"),
 )
 def test_kernels_are_as_right_as_torch(widths, dtype):
     lengths = ([1, 1, 4, 40, 300, 0, 1, 129], [700, 0, 90, 500, 1000, 5, 64, 0])

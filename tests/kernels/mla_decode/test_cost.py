@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernels.mla_decode.cost import decode_seconds, keeps_keys, least_seconds
+from mha2mla.kernels.mla_decode.cost import decode_seconds, kept_key_bits, least_seconds
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 NAME = re.compile(r"H(\d+) G(\d+) c(\d+) r(\d+)( latent)? (\d+)x(\d+)( p32)?( \w+ \d tiles wide)?")
@@ -68,37 +68,38 @@ def test_the_faster_way_is_taken_of_those_measured():
     pairs = {shape: ways for shape, ways in times.items() if len(ways) == 2}
     assert len(pairs) == 9
     for (heads, d_c, d_r, _), ways in pairs.items():
-        kept = keeps_keys((MLAGeometry(heads, 1, d_c, d_r, rope_from_latent=True),))
+        kept = bool(kept_key_bits((MLAGeometry(heads, 1, d_c, d_r, rope_from_latent=True),)))
         assert ways[kept] <= 1.03 * ways[not kept], (heads, d_c, d_r, kept, ways)
 
 
 @pytest.mark.parametrize(
-    ("heads", "d_c", "d_r", "kept"),
+    ("heads", "d_c", "d_r", "bits"),
     [
-        (32, 512, 64, True),  # an eighth of the bytes
-        (32, 1024, 128, True),  # computed by latent_portable
-        (40, 448, 128, True),  # two tiles of heads, each of which makes all keys
-        (28, 512, 128, True),
-        (24, 640, 64, False),  # a tenth of the bytes, for 2.8 % of the time
-        (32, 384, 64, False),  # 1.6 times the least
-        (9, 192, 128, False),  # as fast in three fifths of the bytes
-        (9, 72, 128, True),  # 4 times the least
+        (32, 512, 64, 16),  # an eighth of the bytes
+        (32, 1024, 128, 16),  # computed by latent_portable
+        (40, 448, 128, 16),  # two tiles of heads, each of which makes all keys; 14.7 % of the bytes in 8 bits
+        (28, 512, 128, 8),  # 12.9 % of the bytes in 8 bits
+        (24, 640, 64, 0),  # a tenth of the bytes, for 2.8 % of the time
+        (32, 384, 64, 0),  # 1.6 times the least; 8.9 % of the bytes in 8 bits, for 7 % of the time
+        (9, 192, 128, 0),  # as fast in three fifths of the bytes
+        (9, 72, 128, 16),  # 4 times the least
     ],
 )
-def test_keys_are_kept_where_computing_them_is_slow(heads, d_c, d_r, kept):
+def test_keys_are_kept_where_computing_them_is_slow(heads, d_c, d_r, bits):
     layer = MLAGeometry(heads, 1, d_c, d_r, rope_from_latent=True)
-    assert keeps_keys((layer,)) == keeps_keys((layer, layer)) == kept
+    assert kept_key_bits((layer,)) == kept_key_bits((layer, layer)) == bits
     tokens = int(100e6 / d_c)
     assert decode_seconds(layer, tokens) > least_seconds(layer, tokens) > 0
 
 
 def test_layers_decide_together():
     slow, fast = (MLAGeometry(*sizes, rope_from_latent=True) for sizes in ((40, 1, 448, 128), (28, 1, 384, 64)))
-    assert keeps_keys((slow, slow, slow, fast)) and not keeps_keys((slow, *[fast] * 6))
+    assert kept_key_bits((slow, slow, slow, fast)) == 16 and kept_key_bits((slow, *[fast] * 6)) == 8
+    assert not kept_key_bits((slow, *[fast] * 6), False)
 
 
 def test_bytes_decide_without_a_kernel_of_16_bits():
     odd = MLAGeometry(4, 1, 84, 8, rope_from_latent=True)
-    assert keeps_keys((odd,)) and not keeps_keys((replace(odd, qk_rope_head_dim=12),))
+    assert kept_key_bits((odd,)) and not kept_key_bits((replace(odd, qk_rope_head_dim=12),))
     codes = replace(odd, kv_lora_rank=512, qk_rope_head_dim=128, latent_bits=4)
-    assert not keeps_keys((codes,)) and keeps_keys((replace(codes, latent_bits=16),))
+    assert not kept_key_bits((codes,)) and kept_key_bits((replace(codes, latent_bits=16),))

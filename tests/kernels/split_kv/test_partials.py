@@ -53,10 +53,10 @@ def test_kernels_write_and_merge_float32_partials(dtype):
     """All kernels of an op have one signature, but for the tensors of the op."""
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernels.gqa_decode.api import GQA
-    from mha2mla.kernels.mla_decode.api import FP8, FP8_KEYS, LATENT, LATENT_FP8, MLA
+    from mha2mla.kernels.mla_decode.api import FP8, INT8_KEYS, LATENT, LATENT_FP8, MLA
     from mha2mla.kernels.split_kv.combine import SIZES, make_combine
 
-    shapes = [(MLA, (64, 1, 128, 64)), (FP8, (64, 1, 128, 64)), (FP8_KEYS, (64, 1, 128, 64)), (GQA, (8, 2, 64, 64))]
+    shapes = [(MLA, (64, 1, 128, 64)), (FP8, (64, 1, 128, 64)), (INT8_KEYS, (64, 1, 128, 64)), (GQA, (8, 2, 64, 64))]
     shapes += [(op, (64, 128, 64)) for op in (LATENT, LATENT_FP8)]
     made = [make_combine(64, 128, dtype, max(SIZES))]
     for op, sizes in shapes:

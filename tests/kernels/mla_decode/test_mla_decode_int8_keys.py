@@ -1,4 +1,4 @@
-"""The decode op over 16-bit latents and e4m3 rotary keys, on any machine: reference, biases, refusals, registration."""
+"""The decode op over 16-bit latents and int8 rotary keys, on any machine: reference, biases, refusals, registration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_bias_costs_codes_no_digits(bias):
     """Appended W_KR c, read with any b_KR, errs by what 8 bits of W_KR c err; and of 16 bits by one rounding more."""
     rope = dataclasses.replace(BASE, kv_lora_rank=64, qk_rope_head_dim=32, bias=bias).inputs(torch.float64)["rope"]
     latent, positions = torch.randn(64, 64, dtype=torch.float64), torch.arange(131000, 131064).int()
-    cache = torch.zeros(4, 16, 1, 32).to(torch.float8_e4m3fn)
+    cache = torch.zeros(4, 16, 1, 32, dtype=torch.int8)
     scale, slots = torch.zeros(4, 16), torch.arange(64).int()
     mla_append(
         latent, (latent @ rope.weight.T)[:, None], latent.new_zeros(64, 0, 32), latent.new_zeros(4, 16, 64), cache,
@@ -27,16 +27,18 @@ def test_a_bias_costs_codes_no_digits(bias):
     expected, codes = rotary_keys(latent, rope, positions), (cache.view(64, 32), scale.view(64))
     varying = rotary_keys(latent, dataclasses.replace(rope, bias=0 * rope.bias), positions)
     found = kept_keys(*codes, rope, positions, torch.float64)
-    assert (found - expected).norm() < 0.03 * varying.norm()
+    assert (found - expected).norm() < 0.008 * varying.norm()
     rounded = kept_keys(*codes, rope, positions, torch.bfloat16).double()
-    assert ((rounded - found).abs() <= 2**-8 * found.abs()).all()
+    kept = cache.view(64, 32).double() * scale.view(64, 1)
+    summed = kept.abs() + (found - kept).abs()  # in float32, where they may cancel
+    assert ((rounded - found).abs() <= 2**-8 * found.abs() + 2**-22 * summed).all()
 
 
 BAD = {
     "rope_cache is None; expected both rope_cache and rope beside rope_scale": {"rope_cache": None},
     "rope is None; expected both rope_cache and rope beside rope_scale": {"rope": None},
     "rope_scale is given for latents that are codes": {"latent_scale": torch.zeros(1)},
-    "rope_cache.dtype is torch.float32; expected torch.float8_e4m3fn": {"rope_cache": torch.zeros(9, 16, 1, 16)},
+    "rope_cache.dtype is torch.float32; expected torch.int8": {"rope_cache": torch.zeros(9, 16, 1, 16)},
     r"rope_cache.shape is \(9, 16, 2, 16\); expected \[P, page, 1, d_r\]": {"rope_cache": torch.zeros(9, 16, 2, 16)},
     "rope_scale.dtype is torch.float16; expected torch.float32": {"rope_scale": torch.zeros(9, 16).half()},
 }
@@ -51,10 +53,8 @@ def test_bad_input_is_named(named):
 
 def test_key_codes_come_with_their_scales():
     inputs = BASE.inputs(torch.float32) | {"rope_scale": None, "rope": None}
-    with pytest.raises(
-        ValueError, match="rope_cache.dtype is torch.float8_e4m3fn; expected torch.float32, as q_latent"
-    ):
+    with pytest.raises(ValueError, match="rope_cache.dtype is torch.int8; expected torch.float32, as q_latent"):
         mla_decode(**inputs)
     narrow = dataclasses.replace(BASE, qk_rope_head_dim=8).inputs(torch.float32)
-    with pytest.raises(ValueError, match="qk_rope_head_dim is 8; rows of e4m3 numbers must be multiples of 16 bytes"):
+    with pytest.raises(ValueError, match="qk_rope_head_dim is 8; rows of int8 keys must be multiples of 16 bytes"):
         mla_decode(**narrow, backend="tilelang")

@@ -1,14 +1,13 @@
-"""MLA decode for Hopper over 16-bit latents and rotary keys in e4m3: the keys are made as ``latent_ws`` makes them.
+"""MLA decode for Hopper over 16-bit latents and rotary keys in int8: the keys are made as ``latent_ws`` makes them.
 
 Where ``latent_ws`` multiplies W_KR by a tile, its warpgroups add codes, times the scale of their token, to the rotated
 bias: ``k_pe[t] = scale[t] codes[t] + m R(t) b_KR``, rounded once. So a bias of any size costs the codes no digits, and
-nothing of it is stored. ``fp8_keys_cluster``: the CTAs of ``swap_ab_cluster`` make 64 columns each.
+nothing of it is stored. ``int8_keys_cluster``: the CTAs of ``swap_ab_cluster`` make 64 columns each.
 """
 
 import tilelang.language as T
 
 from mha2mla.kernels.mla_decode import latent_ws, swap_ab_cluster, swap_ab_ws
-from mha2mla.kernels.mla_decode.fp8_products import CODES
 from mha2mla.kernels.mla_decode.latent_ws import SUMS, KeyMaker
 from mha2mla.kernels.mla_decode.selection import KEY_TILE, DecodeShape, RopeBlocks
 from mha2mla.kernels.mla_decode.static import MLATypes
@@ -20,7 +19,7 @@ from mha2mla.kernels.split_kv.choice import KernelChoice
 class KeyCodes(latent_ws.CodeRing):
     """Properties of a CTA beside those of ``latent_ws``, whose warpgroups that make keys read no latents."""
 
-    steps = 0
+    steps, code_dtype = 0, T.int8
     latent_readers = property(lambda k: k.consumers)
     swizzled = ("k_ring", "codes")
     pieces = (0,)  # first columns of a tile's pieces
@@ -49,12 +48,18 @@ def stream_keys(k, work, call, memory, thread, leader):
     latent_ws.stream_pieces(k, work, call.rope_cache, call.rope_scale, memory, thread, leader)
 
 
+def widened(code):
+    """An int8 number as float32: added to the bits of 1.5 * 2^23, whose last digit is one. I2F has a quarter of the
+    rate."""
+    return T.reinterpret(T.cast(code, T.int32) + 0x4B400000, T.float32) - T.float32(1.5 * 2**23)
+
+
 @T.macro
 def add_codes(k, c, memory, at, own):
     for e in T.unroll(SUMS):
         token = e // 4 * 8 + 2 * c.q + e % 2
         c.sums[e] += (
-            T.cast(memory.codes[at, token, own + e // 2 % 2 * k.pairs], T.float32)
+            widened(memory.codes[at, token, own + e // 2 % 2 * k.pairs])
             * memory.given[at, token // k.page_rows, token % k.page_rows]
         )
 
@@ -84,13 +89,13 @@ def make_keys(k, half, work, memory, call, thread):
         device.end_fragment(work)
 
 
-def make_fp8_keys_ws(shape: DecodeShape, choice: KernelChoice):
-    """A TileLang function ``mla_decode_fp8_keys_ws`` for sm_90; :class:`MLATypes` has its arguments."""
-    k, types = Static(shape, choice), MLATypes(shape, key_codes=CODES)
+def make_int8_keys_ws(shape: DecodeShape, choice: KernelChoice):
+    """A TileLang function ``mla_decode_int8_keys_ws`` for sm_90; :class:`MLATypes` has its arguments."""
+    k, types = Static(shape, choice), MLATypes(shape, key_codes=True)
     return make_streaming(k, types, swap_ab_ws.consume, make_keys, stream_keys=stream_keys)
 
 
-def make_fp8_keys_cluster(shape: DecodeShape, choice: KernelChoice):
-    """A TileLang function ``mla_decode_fp8_keys_cluster`` for sm_90; :class:`MLATypes` has its arguments."""
-    k, types = ClusterStatic(shape, choice), MLATypes(shape, key_codes=CODES)
+def make_int8_keys_cluster(shape: DecodeShape, choice: KernelChoice):
+    """A TileLang function ``mla_decode_int8_keys_cluster`` for sm_90; :class:`MLATypes` has its arguments."""
+    k, types = ClusterStatic(shape, choice), MLATypes(shape, key_codes=True)
     return make_streaming(k, types, swap_ab_cluster.consume, make_keys, stream_keys=stream_keys)
