@@ -32,6 +32,7 @@ def eval_quality(
     max_tokens: int = 24576,
     kv_bits: str = "",
     latent_bits: str = "",
+    rotary_key_cache: str = "",
     probes: bool = False,
     probe_items: int = 20,
     generation: bool = False,
@@ -54,6 +55,8 @@ def eval_quality(
             by commas, such as 8,4,3,2.
         latent_bits: also measure the converted model over quantised latents, in a basis computed from builtin:pydoc:
             bits of a code, joined by commas, such as 8,4,3.
+        rotary_key_cache: also measure the converted model over rotary keys that its cache keeps, and their KL to
+            computed ones: modes joined by commas, such as bfloat16,int8.
         probes: also ask what needs far context: keys, variable tracking, arithmetic, a span that occurs again.
         probe_items: questions or spans of each probe at each length.
         generation: also compare greedy continuations.
@@ -75,7 +78,7 @@ def eval_quality(
         texts=text or quality.TEXTS,
         lengths=quality.parse_lengths(lengths),
         max_tokens=max_tokens,
-        caches=quality.parse_caches(kv_bits, latent_bits),
+        caches=quality.parse_caches(kv_bits, latent_bits, rotary_key_cache),
         probes=probes and probe_items,
         generation=generation,
         device=device,
@@ -85,7 +88,7 @@ def eval_quality(
     fields = {"source": source, "converted": converted, **found}
     note = f"{quality.NOTE}\n{measured.dtype}; "
     title, rows = f"{source} → {converted}", fields.pop("rows")
-    _show(rows, quality.COLUMNS, title=title, kind="quality", json=record, note=note, **fields)
+    _show(rows, measured.columns, title=title, kind="quality", json=record, note=note, **fields)
     print_table(
         found["by_position"], title="by position in the longest window", columns=quality.POSITION_COLUMNS,
         caption=quality.POSITION_NOTE,

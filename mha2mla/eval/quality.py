@@ -25,7 +25,16 @@ from mha2mla.conversion.predictions import (
 from mha2mla.eval.generation import GenerationRow, GenerationSettings, compare_generation
 from mha2mla.eval.loading import load_model, load_tokenizer
 from mha2mla.eval.probes import ProbeRow, ProbeSettings, run_probes
-from mha2mla.eval.quantized_caches import ComparedCache, KVCodes, LatentCodes, QuantizedKV, QuantizedLatent
+from mha2mla.eval.quantized_caches import (
+    ComparedCache,
+    FromComputed,
+    KeptKeys,
+    KVCodes,
+    LatentCodes,
+    QuantizedKV,
+    QuantizedLatent,
+    RotaryKeys,
+)
 from mha2mla.eval.report import html_table
 from mha2mla.terminal import progress_bar
 
@@ -162,7 +171,7 @@ def evaluate_quality(
     lengths: Sequence[int | None] = LENGTHS,
     max_tokens: int = MAX_TOKENS,
     metrics: Sequence[Metric] = (),
-    caches: Sequence[KVCodes | LatentCodes] = (),
+    caches: Sequence[KVCodes | LatentCodes | RotaryKeys] = (),
     probes: bool | int | ProbeSettings = False,
     generation: bool | GenerationSettings = False,
     tokenizer: Any = None,
@@ -186,7 +195,8 @@ def evaluate_quality(
         max_tokens: tokens of each text to read at most, rounded down to whole windows, but to no less than one.
         metrics: further metrics, measured beside perplexity, KL and agreement; their columns stand in every row.
         caches: also compare the source over a quantised KV cache (``KVCodes``), and the converted model over quantised
-            latents (``LatentCodes``), whose basis is computed from :data:`BASIS_TEXT`.
+            latents (``LatentCodes``), whose basis is computed from :data:`BASIS_TEXT`, and over kept rotary keys
+            (``RotaryKeys``), whose rows also have the divergence from computed keys.
         probes: also ask what needs far context (:mod:`mha2mla.eval.probes`); True takes the window lengths that were
             measured, and the last text; a number asks so many questions of each probe.
         generation: also compare greedy continuations (:mod:`mha2mla.eval.generation`); True takes the last text.
@@ -204,7 +214,7 @@ def evaluate_quality(
     """
     texts = [texts] if isinstance(texts, str) else list(texts)
     _check_amounts(texts, lengths, max_tokens)
-    columns = _with_metrics(metrics)
+    columns = _with_metrics(metrics, caches)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(source, "source")
     contents = {name: load_text(name) for name in texts}
     _check_same_tokens(tokenizer, converted, [content[:20_000] for content in contents.values()])
@@ -247,9 +257,11 @@ def _check_amounts(texts: Sequence[str], lengths: Sequence[int | None], max_toke
         raise ValueError(f"max_tokens is {max_tokens}; expected at least 2, the shortest window")
 
 
-def _with_metrics(metrics: Sequence[Metric]) -> dict[str, str]:
+def _with_metrics(metrics: Sequence[Metric], caches: Sequence[Any] = ()) -> dict[str, str]:
     """:data:`COLUMNS` and those of the metrics."""
     columns = dict(COLUMNS)
+    if any(isinstance(cache, RotaryKeys) for cache in caches):
+        columns |= FromComputed.columns
     taken = columns.keys() | {field.name for field in fields(QualityRow)}
     for metric in metrics:
         if not isinstance(metric, Metric):
@@ -270,7 +282,7 @@ def basis_tokens(tokenizer: Any, longest: int | None = None) -> torch.Tensor:
 def quantized_caches(
     source: torch.nn.Module,
     converted: torch.nn.Module,
-    caches: Sequence[KVCodes | LatentCodes],
+    caches: Sequence[KVCodes | LatentCodes | RotaryKeys],
     calibration: torch.Tensor | None,
 ) -> list[Callable[[], ComparedCache]]:
     """Constructors for :func:`compare_caches`, one for each of ``caches``.
@@ -284,6 +296,8 @@ def quantized_caches(
     for codes in caches:
         if isinstance(codes, KVCodes):
             found.append(partial(QuantizedKV, source, codes))
+        elif isinstance(codes, RotaryKeys):
+            found.append(partial(KeptKeys, converted, codes))
         else:
             basis = replace(codes, bits=8, scale_bits=16, sinks=True)
             if basis not in bases:
@@ -292,7 +306,9 @@ def quantized_caches(
     return found
 
 
-def _codes_latents(caches: Sequence[KVCodes | LatentCodes], texts: Sequence[str], converted: torch.nn.Module) -> bool:
+def _codes_latents(
+    caches: Sequence[KVCodes | LatentCodes | RotaryKeys], texts: Sequence[str], converted: torch.nn.Module
+) -> bool:
     if not any(isinstance(codes, LatentCodes) for codes in caches):
         return False
     if BASIS_TEXT in texts:
@@ -343,14 +359,20 @@ def compare_caches(
     metrics = (*QUALITY_METRICS, *metrics)
     found: list[list[Any]] = [[] for _ in compared]
     for ids in windows.split(windows_at_once(length)):
-        expected, targets = source.next_tokens(ids), ids[:, 1:].flatten()
-        for predictor, parts in zip(predictors, found, strict=True):
-            parts.append(compare_predictions(expected, predictor.next_tokens(ids), targets, metrics))
+        expected, targets, first = source.next_tokens(ids), ids[:, 1:].flatten(), None
+        for each, predictor, parts in zip(compared, predictors, found, strict=True):
+            logits = predictor.next_tokens(ids)
+            parts.append(compare_predictions(expected, logits, targets, metrics))
+            if each.to_first:
+                parts[-1] += compare_predictions(first, logits, targets, each.to_first)
+            first = first or logits
         if bar is not None:
             bar.update(ids.numel())
     joined = (join_windows(parts, len(windows)) for parts in found)
     return [
-        Measured(text, digest, each.name, each.share(length), list(zip(metrics, values, strict=True)))
+        Measured(
+            text, digest, each.name, each.share(length), list(zip((*metrics, *each.to_first), values, strict=True))
+        )
         for each, values in zip(compared, joined, strict=True)
     ]
 
@@ -367,13 +389,16 @@ def parse_lengths(text: str) -> tuple[int | None, ...]:
     return tuple(None if part == "longest" else int(part) for part in parts)
 
 
-def parse_caches(kv_bits: str, latent_bits: str) -> list[KVCodes | LatentCodes]:
-    """``caches`` of :func:`evaluate_quality` from bits such as ``8,4,3``: of keys both ways, and of latents.
+def parse_caches(
+    kv_bits: str, latent_bits: str, rotary_key_caches: str = ""
+) -> list[KVCodes | LatentCodes | RotaryKeys]:
+    """``caches`` of :func:`evaluate_quality` from bits such as ``8,4,3``: of keys both ways, and of latents; and from
+    names of kept rotary keys such as ``bfloat16,int8``.
 
     Raises:
         ValueError: a part is no number of bits from 1 to 8.
     """
-    found: list[KVCodes | LatentCodes] = []
+    found: list[KVCodes | LatentCodes | RotaryKeys] = []
     for name, text in (("kv_bits", kv_bits), ("latent_bits", latent_bits)):
         for part in filter(None, (part.strip() for part in text.strip("[]").split(","))):
             if not part.isdecimal() or not 1 <= int(part) <= 8:
@@ -382,7 +407,8 @@ def parse_caches(kv_bits: str, latent_bits: str) -> list[KVCodes | LatentCodes]:
                 found += [KVCodes(int(part), "channel"), KVCodes(int(part), "token")]
             else:
                 found.append(LatentCodes(int(part)))
-    return found
+    modes = (part.strip() for part in rotary_key_caches.strip("[]").split(","))
+    return found + [RotaryKeys(mode) for mode in modes if mode]
 
 
 def longest_window(*models: torch.nn.Module) -> int | None:

@@ -4,17 +4,18 @@ Source (:class:`QuantizedKV`): each query sees the cache as it would be when its
 give them back, the newest ones in 16 bits. Codes of a token or of a group of tokens never change, so one pass over a
 window computes both forms of every key and value and lets each query choose.
 
-Converted model (:class:`QuantizedLatent`): a row is quantised by itself when it is appended, and attention reads the
-codes of its own call's tokens too, so a forward pass over a window reads what decoding token by token reads.
+Converted model (:class:`QuantizedLatent`, :class:`KeptKeys`): a row is quantised by itself when it is appended, and
+attention reads the codes of its own call's tokens too, so a forward pass over a window reads what decoding token by
+token reads.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +23,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from mha2mla.conversion.latent.basis import BasisRule, LatentBasis, LatentStatistics, LatentTap
-from mha2mla.conversion.predictions import run_without_cache
+from mha2mla.conversion.predictions import Metric, Predictions, kl_divergence, run_without_cache
 from mha2mla.kernels import GroupQuantizer
+from mha2mla.modeling import LatentCache
 from mha2mla.modeling.config import cache_bytes_per_token
 
 QUANTIZED_KV = "mha2mla_quantized_kv"  # attn_implementation
@@ -36,7 +38,12 @@ class ComparedCache:
 
     Args:
         name: of the cache, as in :class:`~mha2mla.eval.quality.QualityRow`; None: by its bits.
+
+    Attributes:
+        to_first: further metrics, which compare it with the first one of the caches in the source's place.
     """
+
+    to_first: ClassVar[Sequence[Metric]] = ()
 
     def __init__(self, model: nn.Module, name: str | None = None) -> None:
         bits = getattr(model.config, "latent_bits", 16)
@@ -311,6 +318,44 @@ class QuantizedLatent(ComparedCache):
         geometries = [config.layer_geometry(layer) for layer in range(config.num_hidden_layers)]
         row = sum(quantizer.bytes_per_row(each.kv_lora_rank) + 2 * each.rope_width for each in geometries)
         return row / config.source_cache_bytes_per_token(2)
+
+
+class FromComputed(Metric):
+    """Mean of KL(computed keys ‖ kept keys) in nats."""
+
+    columns: ClassVar = {"kl_computed": "KL to computed keys"}
+
+    def measure(self, at: Predictions) -> Mapping[str, Tensor]:
+        return {"kl_computed": kl_divergence(at.source_log_probs, at.converted_log_probs)}
+
+
+@dataclass(frozen=True)
+class RotaryKeys:
+    """Rotary keys of layout ``latent`` as the package's cache keeps them: ``mode``, a ``rotary_key_cache``."""
+
+    mode: str
+
+    @property
+    def name(self) -> str:
+        return f"rotary keys {self.mode}"
+
+
+class KeptKeys(ComparedCache):
+    """A converted model whose attention reads latents and rotary keys that its cache keeps."""
+
+    to_first: ClassVar = (FromComputed(),)
+
+    def __init__(self, model: nn.Module, keys: RotaryKeys) -> None:
+        super().__init__(model, keys.name)
+        if not hasattr(model.config, "rotary_key_cache"):
+            raise ValueError(f"converted has model_type {model.config.model_type!r}; expected layout latent")
+        self.config = model.config.with_options(rotary_key_cache=keys.mode)
+
+    def run(self, module: nn.Module, ids: Tensor) -> Any:
+        return module(input_ids=ids, use_cache=True, past_key_values=LatentCache(self.config))
+
+    def share(self, length: int) -> float:
+        return cache_bytes_per_token(self.config, 2) / self.config.source_cache_bytes_per_token(2)
 
 
 class CodedLatents(LatentTap):

@@ -15,7 +15,8 @@ from mha2mla.conversion.calibration.texts import load_text
 from mha2mla.eval import Metric, evaluate_quality, quality
 from mha2mla.eval.generation import GenerationSettings
 from mha2mla.eval.probes import QUESTIONS, ProbeSettings
-from mha2mla.eval.quantized_caches import LatentCodes
+from mha2mla.eval.quantized_caches import KeptKeys, LatentCodes, RotaryKeys
+from mha2mla.modeling import LatentCache
 from mha2mla.trial_models import tiny_checkpoint
 from tests.conversion import tiny
 
@@ -240,6 +241,28 @@ def test_quantised_caches_are_rows_with_their_bytes(tiny_source, tmp_path):
     assert kl[latent[0]] == pytest.approx(kl["16 bits"], rel=0.01)
     plain = evaluate_quality(tiny_source, tmp_path / "half", **settings)
     assert (plain.rows[0], plain.by_position) == (report.rows[0], report.by_position)
+
+
+def test_kept_rotary_keys_are_rows_beside_computed_ones(tiny_source, tmp_path):
+    """In 8 bits a pass over a window gives what calls over a filled cache give."""
+    recipe = {"preset": "minimal", "layout": "latent", "calibration.tokens": 256, "calibration.lengths": 64}
+    tiny.convert(str(tiny_source), tmp_path / "half", recipe)
+    settings = SETTINGS | {"caches": quality.parse_caches("", "", "bfloat16, int8")}
+    report = evaluate_quality(tiny_source, tmp_path / "half", **settings)
+    computed, kept, eight = (row.to_dict() for row in report.rows[:3])
+    assert [row["cache"] for row in (kept, eight)] == ["rotary keys bfloat16", "rotary keys int8"]
+    assert computed["cache_share"] < eight["cache_share"] < kept["cache_share"]
+    assert "kl_computed" not in computed and "kl_computed" in report.columns
+    assert abs(kept["kl_computed"]) < 1e-6 < 1e-5 < eight["kl_computed"] < 0.01
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "half", rotary_key_cache="int8").eval()
+    ids = torch.randint(200, (2, 48))
+    with torch.inference_mode():
+        cache = KeptKeys(model, RotaryKeys("int8"))
+        whole, filled = cache.run(model, ids).logits, LatentCache(cache.config)
+        parts = [model(input_ids=part, past_key_values=filled).logits for part in ids.split(16, 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-3, atol=1e-4)
+    with pytest.raises(ValueError, match="converted has model_type 'llama'; expected layout latent"):
+        evaluate_quality(tiny_source, tiny_source, **settings)
 
 
 def test_codes_of_a_checkpoint_are_measured_as_they_are(tiny_source, tmp_path):
