@@ -54,7 +54,7 @@ def test_a_graph_over_pages_predicts_the_same(kind, tmp_path, monkeypatch):
             {"latent.bits": 4} if kind == "codes" else {}
         )
         tiny.convert(tiny.checkpoint(tmp_path / "source", "llama"), tmp_path / "converted", recipe)
-        # float64: a code that float32's products, a column at a time and all at once, round to two neighbours is no error
+        # float64: codes that float32 rounds to two neighbours, a column at a time and all at once, are no error
         model = mha2mla.load(tmp_path / "converted", device="cpu")[0].double()
     else:
         model = tiny.model(**kind)
