@@ -71,7 +71,7 @@ def make_keys(k, half, work, memory, call, thread):
     c = KeyMaker(k, thread, half)
     own = T.min(c.pair, k.pairs - 1)
     latent_ws.load_bias(k, c, call, own)
-    code_stages, rope_stages = k.choice.code_stages, k.choice.rope_stages
+    code_stages = k.choice.code_stages
     for f in T.serial(work.fragments):
         device.read_fragment(work, f)
         for i in T.serial(work.tiles):
@@ -83,9 +83,7 @@ def make_keys(k, half, work, memory, call, thread):
             T.barrier_wait(memory.codes_full[n % code_stages], (n // code_stages) & 1)
             add_codes(k, c, memory, n % code_stages, own)
             T.barrier_arrive(memory.codes_free[n % code_stages])
-            T.barrier_wait(memory.k_free[u % rope_stages], ((u // rope_stages) & 1) ^ 1)
-            latent_ws.hand_over(k, c, memory, u % rope_stages)
-            T.barrier_arrive(memory.k_full[u % k.rope_phases])
+            latent_ws.hand_over(k, c, memory, u)
         device.end_fragment(work)
 
 

@@ -203,8 +203,11 @@ def rotate(c):
 
 
 @T.macro
-def hand_over(k, c, memory, slot):
-    """To shared memory as [tokens, columns]; a lane has the place of one row of 8 in the first 16 by 16."""
+def hand_over(k, c, memory, turn):
+    """To shared memory as [tokens, columns], once the turn's slot is free; a lane has the place of one row of 8 in the
+    first 16 by 16."""
+    slot, lap = turn % k.choice.rope_stages, turn // k.choice.rope_stages
+    T.barrier_wait(memory.k_free[slot], (lap & 1) ^ 1)
     T.call_extern(
         "handle",
         f"store_keys<{k.half}>",
@@ -212,6 +215,7 @@ def hand_over(k, c, memory, slot):
         T.access_ptr(c.sums[0], "r", SUMS),
     )
     T.fence_proxy_async()
+    T.barrier_arrive(memory.k_full[turn % k.rope_phases])
 
 
 @T.macro
@@ -221,7 +225,7 @@ def make_keys(k, half, work, memory, call, thread):
     c = KeyMaker(k, thread)
     T.initialize_wgmma_descriptor(c.tile_desc, memory.c_ring.access_ptr("r"), SWIZZLE_128, 1, ROW_GROUP)
     load_weight(k, c, call)
-    stages, rope_stages = k.choice.num_stages, k.choice.rope_stages
+    stages = k.choice.num_stages
     for f in T.serial(work.fragments):
         device.read_fragment(work, f)
         for i in T.serial(work.tiles):
@@ -236,9 +240,7 @@ def make_keys(k, half, work, memory, call, thread):
                 scale_sums(c, memory, n % stages)
             T.barrier_arrive(memory.c_free[n % stages])
             rotate(c)
-            T.barrier_wait(memory.k_free[u % rope_stages], ((u // rope_stages) & 1) ^ 1)
-            hand_over(k, c, memory, u % rope_stages)
-            T.barrier_arrive(memory.k_full[u % k.rope_phases])
+            hand_over(k, c, memory, u)
         device.end_fragment(work)
 
 

@@ -250,7 +250,6 @@ def make_keys(k, half, work, memory, call, thread):
     latent_ws.load_weight(k, c, call, half * k.cut.columns)
     for e in list(range(2)):
         c.bias[e] = T.if_then_else(half == 0, c.bias[e], 0.0)
-    rope_stages = k.choice.rope_stages
     for f in T.serial(work.fragments):
         device.read_fragment(work, f)
         for i in T.serial(work.tiles):
@@ -263,9 +262,7 @@ def make_keys(k, half, work, memory, call, thread):
             for u in list(range(k.cut.units)):
                 T.barrier_arrive(memory.c_free[slots[u]])
             latent_ws.rotate(c)
-            T.barrier_wait(memory.k_free[at % rope_stages], ((at // rope_stages) & 1) ^ 1)
-            latent_ws.hand_over(k, c, memory, at % rope_stages)
-            T.barrier_arrive(memory.k_full[at % k.rope_phases])
+            latent_ws.hand_over(k, c, memory, at)
         device.end_fragment(work)
 
 
