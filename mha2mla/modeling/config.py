@@ -127,8 +127,7 @@ def rotary_key_bits(config: MHA2MLAConfig) -> int:
         return 16 if config.rope_from_latent and mode == "bfloat16" else 0
     layers = tuple(config.layer_geometry(index) for index in range(config.num_hidden_layers))
     if mode == "auto":
-        # Prefill over 8-bit keys in several chunks of the context errs on a GPU (docs/notes/rotary-keys.md): no 8 bits.
-        return kept_key_bits(layers, has_8_bits=False)
+        return kept_key_bits(layers)
     if any(layer.has_codes for layer in layers):
         raise ValueError(
             f"rotary_key_cache is 'int8' with latent_bits={config.latent_bits}; expected 'none', 'bfloat16' or"
