@@ -36,6 +36,7 @@ from mha2mla.eval.quantized_caches import (
     RotaryKeys,
 )
 from mha2mla.eval.report import html_table
+from mha2mla.modeling.configuration_mha2mla import ROTARY_KEY_CACHES
 from mha2mla.terminal import progress_bar
 
 TEXTS = ("builtin:stdlib", "builtin:licences", "builtin:opticks")  # three kinds; no preset calibrates on them
@@ -396,7 +397,7 @@ def parse_caches(
     names of kept rotary keys such as ``bfloat16,int8``.
 
     Raises:
-        ValueError: a part is no number of bits from 1 to 8.
+        ValueError: a part is no number of bits from 1 to 8, or no ``rotary_key_cache``.
     """
     found: list[KVCodes | LatentCodes | RotaryKeys] = []
     for name, text in (("kv_bits", kv_bits), ("latent_bits", latent_bits)):
@@ -407,8 +408,11 @@ def parse_caches(
                 found += [KVCodes(int(part), "channel"), KVCodes(int(part), "token")]
             else:
                 found.append(LatentCodes(int(part)))
-    modes = (part.strip() for part in rotary_key_caches.strip("[]").split(","))
-    return found + [RotaryKeys(mode) for mode in modes if mode]
+    for mode in filter(None, (part.strip() for part in rotary_key_caches.strip("[]").split(","))):
+        if mode not in ROTARY_KEY_CACHES:
+            raise ValueError(f"rotary_key_cache has {mode!r}; expected some of {', '.join(ROTARY_KEY_CACHES)}")
+        found.append(RotaryKeys(mode))
+    return found
 
 
 def longest_window(*models: torch.nn.Module) -> int | None:

@@ -294,6 +294,12 @@ def test_bits_are_refused_by_name(bits):
         quality.parse_caches(bits, "")
 
 
+def test_an_unknown_cache_of_rotary_keys_is_refused_by_name():
+    assert quality.parse_caches("", "", "bfloat16, int8") == [quality.RotaryKeys("bfloat16"), quality.RotaryKeys("int8")]
+    with pytest.raises(ValueError, match="rotary_key_cache has 'float8'; expected some of none, bfloat16, int8, auto"):
+        quality.parse_caches("", "", "bfloat16,float8")
+
+
 class TargetRank(Metric):
     """Rank of the next token, by the converted model; and the largest."""
 
