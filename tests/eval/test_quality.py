@@ -295,7 +295,7 @@ def test_bits_are_refused_by_name(bits):
 
 
 def test_an_unknown_cache_of_rotary_keys_is_refused_by_name():
-    assert quality.parse_caches("", "", "bfloat16, int8") == [quality.RotaryKeys("bfloat16"), quality.RotaryKeys("int8")]
+    assert quality.parse_caches("", "", "int8, none") == [quality.RotaryKeys("int8"), quality.RotaryKeys("none")]
     with pytest.raises(ValueError, match="rotary_key_cache has 'float8'; expected some of none, bfloat16, int8, auto"):
         quality.parse_caches("", "", "bfloat16,float8")
 

@@ -282,7 +282,14 @@ def test_left_padding(problem):
 
 @pytest.mark.parametrize("batch", [2, 40, 131, 300])
 @pytest.mark.parametrize(
-    "problem", [Problem(32, 8, 128, 16, ()), Problem(128, 1, 128, 64, (), page_size=128), GQA[1]], ids=name
+    "problem",
+    [
+        Problem(32, 8, 128, 16, ()),
+        Problem(128, 1, 128, 64, (), page_size=128),
+        KeyCodesProblem(32, 1, 512, 64, (), seqlen_q=8),
+        GQA[1],
+    ],
+    ids=name,
 )
 def test_mixed_lengths(problem, batch):
     """Many CTAs, more sequences than CTAs, short and empty sequences beside long ones."""

@@ -82,6 +82,7 @@ def make_keys(k, half, work, memory, call, thread):
             latent_ws.rotate(c)
             T.barrier_wait(memory.codes_full[n % code_stages], (n // code_stages) & 1)
             add_codes(k, c, memory, n % code_stages, own)
+            T.fence_proxy_async()  # an mbarrier does not order loads under way before writes by TMA
             T.barrier_arrive(memory.codes_free[n % code_stages])
             latent_ws.hand_over(k, c, memory, u)
         device.end_fragment(work)
