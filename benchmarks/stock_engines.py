@@ -2,10 +2,13 @@
 
     python benchmarks/stock_engines.py vllm path/to/llama-mla --json h200-stock-vllm.json
     python benchmarks/stock_engines.py transformers path/to/llama-mla --json cpu-stock-transformers.json
+    python benchmarks/stock_engines.py vllm random:mistral
 
 Exports the checkpoint, has 64 prompts answered, and judges every token by the converted model's logits over the same
 prefix, as ``vllm_serving.py exact`` does (docs/serving.md). ``vllm`` needs a GPU; ``transformers`` runs the folder for
-transformers, and the one for engines at their eps, in another process on a CPU.
+transformers, and the one for engines at their eps, in another process on a CPU. ``random:llama`` and ``random:mistral``
+are small models of random weights, converted here and kept in float32: an export scales queries, and in bfloat16 its
+weights would be rounded a second time.
 """
 
 from __future__ import annotations
@@ -27,14 +30,28 @@ import torch
 from cyclopts import Parameter
 from transformers import AutoModelForCausalLM
 
+import mha2mla
 from benchmarks.recording import Recording, command
 from benchmarks.vllm_engine import EngineSettings, engine, greedy, prompts_of
 from benchmarks.vllm_serving import judge
 from mha2mla.modeling import MHA2MLAConfig
 from mha2mla.serving.export import export
+from mha2mla.trial_models import tiny_checkpoint
 
 PROMPTS = 64
 GROUPS = 8  # prompts of one length are a batch without padding
+# What a family's config.json has beside a Llama's.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {
+        "model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+}  # fmt: skip
+RECIPE = {
+    "preset": "minimal", "layout": "shared", "kv_lora_rank": 256, "qk_rope_head_dim": 64,
+    "rope.selection": "rorope-2", "latent.centered": False, "latent.ranks": "uniform", "calibration.tokens": 2048,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,21 +82,37 @@ class TransformersSettings:
     json: str | None = None
 
 
+def converted(name: str, work: str) -> str:
+    """``name``, or for ``random:llama`` and ``random:mistral`` the folder of a conversion in ``work``."""
+    if not name.startswith("random:"):
+        return name
+    family = name.removeprefix("random:")
+    if family not in FAMILIES:
+        raise ValueError(f"checkpoint is {name!r}; expected a folder or random: and one of {sorted(FAMILIES)}")
+    sizes = {"num_attention_heads": 8, "head_dim": 128, "hidden_size": 512, "max_position_embeddings": 2048}
+    source = tiny_checkpoint(Path(work) / "source", **sizes)
+    config = source / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | FAMILIES[family]))
+    mha2mla.convert(source, Path(work) / family, RECIPE, evaluation_tokens=2048, progress=False)
+    return str(Path(work) / family)
+
+
 def vllm(checkpoint: str, /, *, arguments: Annotated[StockSettings, Parameter(name="*")] = StockSettings()) -> bool:
     """Every token of 64 prompts of 12 to 1,500 tokens by vLLM's DeepSeek classes and MLA backend, without the plug-in.
 
     Args:
-        checkpoint: folder of a converted checkpoint.
+        checkpoint: folder of a converted checkpoint, or ``random:llama`` or ``random:mistral``.
     """
     os.environ["VLLM_PLUGINS"] = ""  # vLLM loads none
     table = Recording("stock-vllm", arguments.json)
     lengths = torch.randint(12, 1500, (PROMPTS,), generator=torch.Generator().manual_seed(0)).tolist()
-    prompts = prompts_of(MHA2MLAConfig.from_pretrained(checkpoint).vocab_size, lengths)
     with tempfile.TemporaryDirectory() as work:
-        folder = export(checkpoint, Path(work) / "stock", "deepseek-v3", "vllm")
+        folder = converted(checkpoint, work)
+        prompts = prompts_of(MHA2MLAConfig.from_pretrained(folder).vocab_size, lengths)
+        exported = export(folder, Path(work) / "stock", "deepseek-v3", "vllm")
         begin = time.time()
-        answers = _vllm_answers(str(folder), prompts, arguments)
-    _add(table, checkpoint, "cuda", prompts, {"vllm": answers}, time.time() - begin)
+        answers = _vllm_answers(str(exported), prompts, arguments)
+        _add(table, folder, "cuda", prompts, {"vllm": answers}, time.time() - begin)
     return table.show(f"unpatched vLLM {table.environment['vllm']}, exact")
 
 
@@ -89,22 +122,23 @@ def transformers(
     """Every token of 64 prompts by transformers' DeepSeek-V3 classes, of both exports.
 
     Args:
-        checkpoint: folder of a converted checkpoint.
+        checkpoint: folder of a converted checkpoint, or ``random:llama`` or ``random:mistral``.
     """
     table = Recording("stock-transformers", arguments.json)
     lengths = torch.linspace(12, arguments.longest, GROUPS).long().repeat_interleave(PROMPTS // GROUPS).tolist()
-    prompts = prompts_of(MHA2MLAConfig.from_pretrained(checkpoint).vocab_size, lengths)
     engines = ("transformers", "vllm")
     with tempfile.TemporaryDirectory() as work:
-        folders = [str(export(checkpoint, Path(work) / name, "deepseek-v3", name)) for name in engines]
+        folder = converted(checkpoint, work)
+        prompts = prompts_of(MHA2MLAConfig.from_pretrained(folder).vocab_size, lengths)
+        exported = [str(export(folder, Path(work) / f"for-{name}", "deepseek-v3", name)) for name in engines]
         script = Path(__file__).with_name("stock_transformers.py")
         begin = time.time()
         done = subprocess.run(
-            [sys.executable, "-I", str(script), str(arguments.tokens), *folders],
+            [sys.executable, "-I", str(script), str(arguments.tokens), *exported],
             input=json.dumps(prompts), stdout=subprocess.PIPE, text=True, check=True,
         )  # fmt: skip
-    answers = dict(zip(engines, json.loads(done.stdout), strict=True))
-    _add(table, checkpoint, "cpu", prompts, answers, time.time() - begin)
+        answers = dict(zip(engines, json.loads(done.stdout), strict=True))
+        _add(table, folder, "cpu", prompts, answers, time.time() - begin)
     return table.show(f"transformers {table.environment['transformers']}, exact")
 
 

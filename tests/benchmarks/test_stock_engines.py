@@ -7,6 +7,7 @@ import torch
 
 from benchmarks import stock_engines
 from benchmarks.stock_engines import TransformersSettings, transformers
+from mha2mla.modeling import MHA2MLAConfig
 from tests.serving.test_deepseek import model_like
 
 
@@ -34,3 +35,14 @@ def test_every_token_of_exports_is_judged(spoilt, tmp_path, monkeypatch):
     assert (own["engine"], own["status"]) == ("transformers", "ok")
     assert (engines["engine"], engines["status"]) == ("vllm", "wrong" if spoilt else "ok")
     assert own["sequences"] == engines["sequences"] == 16 and own["tokens"] == engines["tokens"] == 96
+
+
+@torch.no_grad()
+def test_a_random_mistral_is_converted(tmp_path):
+    """In float32, with frequencies and widths that the export takes; other names are folders or refused."""
+    config = MHA2MLAConfig.from_pretrained(stock_engines.converted("random:mistral", str(tmp_path)))
+    assert config.source_config["model_type"] == "mistral" and config.dtype == torch.float32
+    assert stock_engines.export(tmp_path / "mistral", tmp_path / "vllm", "deepseek-v3", "vllm").is_dir()
+    assert stock_engines.converted("a/folder", str(tmp_path)) == "a/folder"
+    with pytest.raises(ValueError, match=r"checkpoint is 'random:gpt2'; expected a folder or random: and one of \['ll"):
+        stock_engines.converted("random:gpt2", str(tmp_path))
