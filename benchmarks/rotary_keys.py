@@ -228,7 +228,7 @@ def rotary_keys(
 
 def add(table: Recording, row: Row, layer: MLAGeometry) -> None:
     """Puts a row into the table, with what "auto" would take and how many times faster kept keys are."""
-    row["auto"] = "kept" if kept_key_bits((layer,)) else "computed"
+    row["auto"] = {0: "computed", 8: "kept8", 16: "kept"}[kept_key_bits((layer,))]
     for way, gain in zip(KEPT, ("gain", "gain8"), strict=True):
         if f"{way}_us" in row and "computed_us" in row:
             row[gain] = row["computed_us"] / row[f"{way}_us"]

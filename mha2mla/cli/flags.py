@@ -47,8 +47,8 @@ RotaryKeyCache = Annotated[
     Literal["none", "bfloat16", "int8", "auto"] | None,
     Parameter(
         help="of a converted model in layout latent: rotary keys computed when they are read (none), kept beside the"
-        " latent (bfloat16; int8, which changes predictions and on a GPU errs in prompts over more than 16,384 cached"
-        " tokens), or by the rule of docs/layouts-and-presets.md (auto: none or bfloat16); default its config's."
+        " latent (bfloat16; int8, which changes predictions), or by the rule of docs/layouts-and-presets.md (auto: any"
+        " of these); default its config's."
     ),
 ]
 Json = Annotated[str | None, Parameter(metavar="FILE", help="also write what is printed to this JSON file.")]

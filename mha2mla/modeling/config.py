@@ -16,6 +16,7 @@ from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import kept_key_bits
 from mha2mla.modeling import configuration_mha2mla
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
+from mha2mla.modeling.cache_layout import latent_layout
 from mha2mla.modeling.configuration_mha2mla import PER_LAYER
 from mha2mla.modeling.registry import AttentionConstants
 from mha2mla.modeling.tensor_parallel import HeadShard, ranks_of
@@ -117,7 +118,8 @@ def rotary_key_bits(config: MHA2MLAConfig) -> int:
     16 stands for the model's dtype, 8 for int8 and a scale a token, 0 for keys that are computed.
 
     ``rotary_key_cache`` decides, "auto" by :func:`mha2mla.kernels.kept_key_bits`. The rule asks for no
-    device, since every geometry whose keys a kernel computes has one that reads them; 8 bits are for who asks for them.
+    device, since every geometry whose keys a kernel computes has one that reads them; 8 bits are left to the backends
+    whose caches have :func:`latent_layout`, which those of latents in 8 bits do not.
 
     Raises:
         ValueError: it is "int8" for latents that are integer codes.
@@ -127,7 +129,8 @@ def rotary_key_bits(config: MHA2MLAConfig) -> int:
         return 16 if config.rope_from_latent and mode == "bfloat16" else 0
     layers = tuple(config.layer_geometry(index) for index in range(config.num_hidden_layers))
     if mode == "auto":
-        return kept_key_bits(layers)
+        backend = ATTENTION_BACKENDS.backends.get(config.attention_backend)
+        return kept_key_bits(layers, backend is None or backend.cache_layout is latent_layout)
     if any(layer.has_codes for layer in layers):
         raise ValueError(
             f"rotary_key_cache is 'int8' with latent_bits={config.latent_bits}; expected 'none', 'bfloat16' or"

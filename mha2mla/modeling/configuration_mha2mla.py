@@ -56,7 +56,7 @@ class MHA2MLAConfig(PreTrainedConfig):
         rotary_key_cache: with ``rope_from_latent``, what caches of the package hold of rotary keys: "none": nothing,
             they are computed whenever they are read; "bfloat16": each is computed and rotated once, when its token is
             appended, and kept beside the latent in the model's dtype; "int8": the same in integers with a float32
-            scale a token, their bias apart; "auto": "none" or "bfloat16", by the rule of
+            scale a token, their bias apart; "auto": one of these, by the rule of
             :func:`mha2mla.modeling.config.rotary_key_bits`. Logits are equal to rounding, but of int8. May be changed
             at run time; a cache keeps what the config said when it was made. Other caches, and models without the
             package, compute. "float8", which int8 replaced, is refused, also in a config.json.

@@ -80,7 +80,9 @@ def test_rotary_key_cache_auto_rule():
     wide.latent_bits = 4  # 128 bytes beside 320, but 1,024 in 16 bits: no kernel computes keys from codes
     assert rotary_key_bits(wide)
     slow = models.mla_config("latent", kv_lora_rank=512, qk_rope_head_dim=128, rotary_key_cache="auto")
-    assert rotary_key_bits(slow) == 16, "8 bits are for who asks for them"
+    assert rotary_key_bits(slow) == 8 and slow.cached_geometry(1).has_key_codes
+    slow.attention_backend = "mla_fp8"  # whose caches have no keys in 8 bits
+    assert rotary_key_bits(slow) == 16
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static", None])

@@ -73,7 +73,7 @@ def least_seconds(geometry: MLAGeometry, tokens: int) -> float:
 
 
 @lru_cache(maxsize=64)
-def kept_key_bits(layers: tuple[MLAGeometry, ...], has_8_bits: bool = False) -> int:
+def kept_key_bits(layers: tuple[MLAGeometry, ...], has_8_bits: bool = True) -> int:
     """Bits in which layers that cache the latent alone should keep their rotary keys beside it, one answer for all: 16,
     8 (which changes predictions) or, where they should be computed, 0.
 
@@ -84,8 +84,7 @@ def kept_key_bits(layers: tuple[MLAGeometry, ...], has_8_bits: bool = False) -> 
     the bytes of 16 bits alone decide.
 
     Args:
-        has_8_bits: 8 may be the answer. Not by default: prefill over 8-bit keys, when it reads the context in several
-            chunks, errs on a GPU (docs/notes/rotary-keys.md).
+        has_8_bits: the backend takes keys in 8 bits.
     """
     latents = sum(2 * layer.kv_lora_rank for layer in layers)
     is_cheap = sum(2 * layer.qk_rope_head_dim for layer in layers) <= CHEAP_SHARE * latents

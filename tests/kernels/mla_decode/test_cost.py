@@ -87,16 +87,15 @@ def test_the_faster_way_is_taken_of_those_measured():
 )
 def test_keys_are_kept_where_computing_them_is_slow(heads, d_c, d_r, bits):
     layer = MLAGeometry(heads, 1, d_c, d_r, rope_from_latent=True)
-    assert kept_key_bits((layer,), has_8_bits=True) == kept_key_bits((layer, layer), has_8_bits=True) == bits
+    assert kept_key_bits((layer,)) == kept_key_bits((layer, layer)) == bits
     tokens = int(100e6 / d_c)
     assert decode_seconds(layer, tokens) > least_seconds(layer, tokens) > 0
 
 
 def test_layers_decide_together():
     slow, fast = (MLAGeometry(*sizes, rope_from_latent=True) for sizes in ((40, 1, 448, 128), (28, 1, 384, 64)))
-    few, many = (slow, slow, slow, fast), (slow, *[fast] * 6)
-    assert kept_key_bits(few, has_8_bits=True) == 16 and kept_key_bits(many, has_8_bits=True) == 8
-    assert not kept_key_bits(many)
+    assert kept_key_bits((slow, slow, slow, fast)) == 16 and kept_key_bits((slow, *[fast] * 6)) == 8
+    assert not kept_key_bits((slow, *[fast] * 6), False)
 
 
 def test_bytes_decide_without_a_kernel_of_16_bits():
