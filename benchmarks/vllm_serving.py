@@ -44,6 +44,7 @@ from benchmarks.vllm_engine import (
 from mha2mla.modeling import MHA2MLAConfig
 
 WARM_UP = 8  # steps before the clock runs
+ROOM = 64  # more tokens, which the first sequences make while the last ones' prompts are filled in
 PROMPT_LENGTHS = (12, 40, 100, 333, 700, 1500)
 # Counters of vLLM in a row, by its metrics' names: preempted pages, accepted drafts.
 COUNTED = {
@@ -269,7 +270,7 @@ def speed(arguments: Annotated[SpeedSettings, Parameter(name="*")] = SpeedSettin
     holds."""
     with_entry_point()
     table = Recording("vllm-speed", arguments.json)
-    folder, room = tempfile.mkdtemp(), WARM_UP + arguments.steps + 8
+    folder, room = tempfile.mkdtemp(), WARM_UP + arguments.steps + ROOM
     positions = max(arguments.contexts) + room
     is_source = arguments.layout in ("source", "source-fp8")
     layout = "latent" if is_source else arguments.layout
@@ -314,7 +315,7 @@ def _decode_rate(llm: Any, vocabulary: int, context: int, batch: int, arguments:
     from vllm import SamplingParams
 
     own, total = llm.llm_engine, WARM_UP + arguments.steps
-    parameters = SamplingParams(temperature=0, max_tokens=total + 8, ignore_eos=True, detokenize=False)
+    parameters = SamplingParams(temperature=0, max_tokens=total + ROOM, ignore_eos=True, detokenize=False)
     names = [f"{context}-{batch}-{index}" for index in range(batch)]
     for name, prompt in zip(names, prompts_of(vocabulary, [context] * batch, seed=context + batch), strict=True):
         own.add_request(name, {"prompt_token_ids": prompt}, parameters)
