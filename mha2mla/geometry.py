@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
 LATENT_BITS = (16, 8, 4, 3)
@@ -168,3 +169,15 @@ def code_bytes(width: int, bits: int, group: int) -> int:
     """Bytes of a row of ``width`` elements as codes in groups of ``group``, padded, each with a scale and an offset of
     16 bits (:class:`mha2mla.kernels.GroupQuantizer`)."""
     return -(-width // group) * (group * bits // 8 + 4)
+
+
+def kept_keys_share(layers: Sequence[MLAGeometry], source_bytes: int) -> str:
+    """Bytes cached per token relative to ``source_bytes``, in words, were the rotary keys of layers that cache the
+    latent alone kept beside it: in 16 bits and, beside 16-bit latents, in 8. Empty where keys are cached."""
+    if any(layer.has_rope_cache for layer in layers):
+        return ""
+    ways = {"with rotary keys kept": [layer.with_stored_keys for layer in layers]}
+    if not any(layer.has_codes for layer in layers):
+        ways["in 8 bits"] = [layer.with_key_codes for layer in layers]
+    cached = {name: sum(layer.cache_bytes_per_token(2) for layer in way) for name, way in ways.items()}
+    return ", ".join(f"{value / source_bytes:.4f} {name}" for name, value in cached.items())

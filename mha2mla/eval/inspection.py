@@ -24,6 +24,7 @@ from mha2mla.conversion.source.files import identify
 from mha2mla.conversion.source.opening import open_converted
 from mha2mla.eval.loading import load_config
 from mha2mla.eval.report import flat, format_value, html_table
+from mha2mla.geometry import kept_keys_share
 from mha2mla.modeling.stored_tensors import num_parameters
 
 if TYPE_CHECKING:
@@ -231,17 +232,11 @@ def _calibrated_length(config: MHA2MLAConfig, record: dict[str, Any]) -> str:
 
 
 def _cache_ratio(config: MHA2MLAConfig) -> str:
-    """Bytes cached per token relative to the source's 16-bit KV cache.
-
-    Also with rotary keys kept where these can be computed, and kept in 8 bits beside 16-bit latents.
-    """
+    """Bytes cached per token relative to the source's 16-bit KV cache, also with rotary keys kept."""
     layers = [config.layer_geometry(index) for index in range(config.num_hidden_layers)]
     before = 2 * sum(layer.source_cache_numel_per_token for layer in layers)
-    ways = [layers] if config.has_rope_cache else [layers, [layer.with_stored_keys for layer in layers]]
-    if not config.has_rope_cache and not any(layer.has_codes for layer in layers):
-        ways.append([layer.with_key_codes for layer in layers])
-    alone, *kept = (f"{sum(layer.cache_bytes_per_token(2) for layer in way) / before:.4g}" for way in ways)
-    return alone + (f", {' or in 8 bits '.join(kept)} with rotary keys kept" if kept else "")
+    alone = f"{sum(layer.cache_bytes_per_token(2) for layer in layers) / before:.4g}"
+    return ", ".join(filter(None, (alone, kept_keys_share(layers, before))))
 
 
 def _healing(record: Mapping[str, Any]) -> str:

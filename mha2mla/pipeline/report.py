@@ -22,7 +22,7 @@ from mha2mla.conversion.source.opening import OpenedFolder
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.environment import collect_environment, describe_environment, installed_version
 from mha2mla.eval.report import html_table, markdown_table
-from mha2mla.geometry import SCALE_BYTES, MLAGeometry
+from mha2mla.geometry import MLAGeometry, kept_keys_share
 from mha2mla.modeling.stored_tensors import num_parameters
 from mha2mla.pipeline.check import Arguments, HeldOut
 from mha2mla.pipeline.sizing import DEFAULT_GPU, GPUS, footprint, steps_by_rotary_width
@@ -52,8 +52,7 @@ class ConversionReport:
         geometry: of every layer; but for the rank and bits, where ``layers`` says so.
         cache_numel_per_token, source_cache_numel_per_token: elements cached per token, all layers.
         cache_bytes_per_token: bytes of these in a cache of 16 bits; latents that are codes with scales and offsets.
-        rotary_numel_per_token: elements per token, all layers, that a cache adds which keeps rotary keys
-            (``rotary_key_cache``); 0 where the layout caches them.
+        kept: ``cache_ratio`` with rotary keys kept (``rotary_key_cache``), in words.
         recipe: every key of it.
         searches: what the conversion chose by itself, and what each choice would have lost.
         preset: which one, why, and the keys that were changed from it.
@@ -86,7 +85,7 @@ class ConversionReport:
     cache_numel_per_token: int
     cache_bytes_per_token: int
     source_cache_numel_per_token: int
-    rotary_numel_per_token: int
+    kept: str
     recipe: dict[str, Any]
     preset: str
     better: str
@@ -122,24 +121,6 @@ class ConversionReport:
         return self.cache_bytes_per_token / (2 * self.source_cache_numel_per_token)
 
     @property
-    def kept_cache_ratio(self) -> float:
-        """:attr:`cache_ratio` with rotary keys kept."""
-        kept = self.cache_bytes_per_token + 2 * self.rotary_numel_per_token
-        return kept / (2 * self.source_cache_numel_per_token)
-
-    @property
-    def kept(self) -> str:
-        """:attr:`kept_cache_ratio` in words, in 8 bits too where latents are no codes; empty where none can be."""
-        if not self.rotary_numel_per_token:
-            return ""
-        scales = sum(SCALE_BYTES for row in self.layers if row["latent_bits"] == 16)
-        eight = (self.cache_bytes_per_token + self.rotary_numel_per_token + scales) / (
-            2 * self.source_cache_numel_per_token
-        )
-        in_8_bits = f", {eight:.4f} in 8 bits" if scales == SCALE_BYTES * len(self.layers) else ""
-        return f"{self.kept_cache_ratio:.4f} with rotary keys kept{in_8_bits}"
-
-    @property
     def weight_growth(self) -> float:
         """Parameters relative to the source's (1.00 = as many)."""
         return self.parameters / self.source_parameters
@@ -152,8 +133,7 @@ class ConversionReport:
         )
         values = {**vars(self), "geometry": self.geometry.to_dict(), "layers": list(self.layers)}
         values |= {"parity": parity, "long_parity": long_parity}
-        ratios = {"cache_ratio": self.cache_ratio, "kept_cache_ratio": self.kept_cache_ratio, "kept": self.kept}
-        return {**values, **ratios, "weight_growth": self.weight_growth}
+        return {**values, "cache_ratio": self.cache_ratio, "weight_growth": self.weight_growth}
 
     def lines(self) -> dict[str, str]:
         """Summary at the end: perplexity, cache, weights, destination, how to load it, what loses less."""
@@ -226,7 +206,7 @@ def make_report(
         recipe=config.recipe,
         calibrated_length=config.calibrated_length,
         device=str(source.device),
-        rotary_numel_per_token=sum(each.qk_rope_head_dim for each in geometries if not each.has_rope_cache),
+        kept=kept_keys_share(geometries, 2 * others["source_cache_numel_per_token"]),
         evaluation_text=text.text,
         evaluation_length=text.tokens.shape[1],
         compute_dtype=str(arguments.compute_dtype).removeprefix("torch."),

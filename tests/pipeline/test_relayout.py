@@ -88,7 +88,7 @@ def test_ranks_by_layer_shards_records_and_files(converted, tmp_path):
     assert {row["rotary_keys"] for row in kept.geometries} == {"kept beside the latent"}
     # Of 2 layers, keys and values, 2 kv heads of width 16.
     assert inspect_checkpoint(converted).summary["cache ratio"] == f"{56 / 128:.4g}"
-    both = f"{56 / 128:.4g}, {72 / 128:.4g} or in 8 bits {(56 + 12) / 128:.4g} with rotary keys kept"
+    both = f"{56 / 128:.4g}, {72 / 128:.4f} with rotary keys kept, {(56 + 12) / 128:.4f} in 8 bits"
     assert kept.summary["cache ratio"] == inspected.summary["cache ratio"] == both
     assert {row["rotary_keys"] for row in inspect_checkpoint(converted).geometries} == {"cached"}
     assert tiny.difference(tmp_path / "out", converted) <= 1e-5
