@@ -348,7 +348,7 @@ def plan(
     context: int = 8192,
     cache_ratio: Ratios = None,
     layout: Annotated[list[LayoutName] | None, SEVERAL] = None,
-    latent_bits: int | None = None,
+    latent_bits: Literal["16", "8", "4", "3", "auto"] | None = None,
     json: Json = None,
 ) -> None:
     """Cache, capacity, speed and cost of converting a model, from its config alone.
@@ -362,17 +362,18 @@ def plan(
         gpu: such as h100-80gb, h200-141gb or a100-80gb; default this machine's.
         tp: GPUs that the model is split over; bytes and batches are then of each.
         context: tokens of a sequence.
-        cache_ratio: one or several shares of the source's cache; default 0.5 0.3125 0.25 0.1875 0.125, and 0.125 in
-            codes of 3 bits.
+        cache_ratio: one or several shares of the source's cache; default 0.5 0.3125 0.25 0.1875 0.125, and of codes
+            0.25 with rank and bits by layer and 0.125 in 3 bits.
         layout: one or several; default latent.
-        latent_bits: bits of a cached element: 16, or 8, 4 or 3 for codes in the layout latent.
+        latent_bits: bits of a cached element: 16, or for codes in the layout latent 8, 4, 3 or auto: by layer.
     """
     record = report_file(json, "plan", source)
     announce(f"reading {source}")
     from mha2mla.eval.report import filled, print_table, print_values, write_json
     from mha2mla.pipeline import plan as sizing
 
-    options = {"cache_ratios": cache_ratio, "layouts": layout or (DEFAULT_LAYOUT,), "latent_bits": latent_bits}
+    bits = int(latent_bits) if latent_bits and latent_bits != "auto" else latent_bits
+    options = {"cache_ratios": cache_ratio, "layouts": layout or (DEFAULT_LAYOUT,), "latent_bits": bits}
     found = sizing.plan(source, gpu=gpu, tp=tp, context=context, **options)
     print_values(found.summary)
     columns = filled(sizing.CAPACITY_COLUMNS, found.rows)

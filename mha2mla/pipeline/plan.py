@@ -38,7 +38,10 @@ from mha2mla.pipeline.sizing import (
 from mha2mla.trial_models import SHAPES, source_config
 
 CACHE_RATIOS = (0.5, 0.3125, 0.25, 0.1875, 0.125)
-CODES = ("latent", 0.125, 3)  # layout, cache ratio and bits of the row that is there by default
+CODES = (
+    ("latent", 0.25, "auto"),
+    ("latent", 0.125, 3),
+)  # layout, cache ratio and bits of default rows
 PORTABLE = "latent_portable"  # 2.1 ms for 268 MB of latents on an H200 (docs/limits.md): bound by neither limit
 STEP_NOTE = (
     "Largest batch and context: weights and cache in nine tenths of the memory, bfloat16. Step times are predicted:"
@@ -134,7 +137,7 @@ def plan(
     context: int = 8192,
     cache_ratios: Sequence[float] | None = None,
     layouts: Sequence[LayoutName] = (DEFAULT_LAYOUT,),
-    latent_bits: int | None = None,
+    latent_bits: int | str | None = None,
 ) -> SizingPlan:
     """Cache, capacity, kernel, predicted step and conversion cost of a source's conversions, by cache ratio.
 
@@ -142,8 +145,9 @@ def plan(
         gpu: one of :data:`GPUS`; default this machine's.
         tp: GPUs that a model is split over.
         cache_ratios: bytes cached after / before conversion, each in (0, 1]; default :data:`CACHE_RATIOS`.
-        latent_bits: recipe key ``latent.bits``, but for "auto", which measures; of codes no step is predicted. By
-            default 16, and where neither ratios nor layouts are given one row of codes, :data:`CODES`.
+        latent_bits: recipe key ``latent.bits``; of codes no step is predicted, and of "auto", by which a conversion
+            measures rank and bits of each layer, sizes are those of one rank in the fewest bits that fill the bytes. By
+            default 16, and where neither ratios nor layouts are given the rows of codes :data:`CODES`.
 
     Raises:
         ValueError: an argument out of range, by name, or a source that cannot be converted.
@@ -154,7 +158,7 @@ def plan(
             raise ValueError(f"{name} is {value}; expected 1 or more")
     targets = [(*each, latent_bits or 16) for each in product(layouts, cache_ratios or CACHE_RATIOS)]
     if cache_ratios is None and latent_bits is None and layouts == (DEFAULT_LAYOUT,):
-        targets.append(CODES)
+        targets += CODES
     for _, ratio, _ in targets:
         if not 0 < ratio <= 1:
             raise ValueError(f"cache_ratio is {ratio}; expected a number above 0, at most 1")
@@ -203,6 +207,10 @@ def _converted_row(
     target: dict[str, Any],
 ) -> dict[str, Any]:
     recipe, _ = Recipe.choose(normalize_keys(target), "cuda")
+    by_layer = recipe.latent.bits == "auto"
+    if by_layer:
+        target = target | {"latent.bits": _filling_bits(target["cache_ratio"])}
+        recipe, _ = Recipe.choose(normalize_keys(target), "cuda")
     cost = conversion_cost(before.layer_parameters, spec.num_layers, fitted=recipe.fit.steps > 0)
     if cost["gpu_gib"] > machine.memory / 2**30:
         recipe = Recipe.from_preset("quick", **target)
@@ -212,12 +220,17 @@ def _converted_row(
     after = footprint(converted_config(config, spec, (whole,) * spec.num_layers, recipe), geometry, spec, tp)
     kernel, why = decode_kernel(geometry, machine.capability)
     eight_bits = None if geometry.has_codes else decode_kernel(geometry, machine.capability, codes=True)[0]
-    row = {"d_c": whole.kv_lora_rank, **({"bits": whole.latent_bits} if whole.has_codes else {})}
+    row: dict[str, Any] = {"d_c": whole.kv_lora_rank, **({"bits": whole.latent_bits} if whole.has_codes else {})}
     row |= {"G": whole.num_rope_heads, "d_r": whole.qk_rope_head_dim, "kernel": kernel}
     why = "no prediction: this kernel is slower than its bytes" if kernel == PORTABLE else why
     if geometry.has_codes and kernel and not kernel.startswith("codes_"):
         why = "decode copies codes in 16 bits first"
     row |= {"note": why, "kernel_8_bit": eight_bits}
+    if by_layer:
+        row |= {
+            "bits": "auto",
+            "note": f"conversion measures rank and bits of each layer; as of {row['bits']} bits",
+        }
     row |= _capacity(after, machine, context, is_served=not why and not geometry.has_codes)
     if "step_ms_largest" in row:
         steps = steps_by_rotary_width(after, geometry, spec, machine, row["largest_batch"], context)
@@ -233,6 +246,11 @@ def _converted_row(
     streams = 2 * 4 * recipe.calibration.tokens * spec.hidden_size
     layers = ITEMSIZE * after.layer_parameters * spec.num_layers
     return row | {"disk_gb": (ITEMSIZE * after.parameters + layers + streams) / 1e9}
+
+
+def _filling_bits(cache_ratio: float) -> int:
+    """The fewest bits in which full rank takes at least ``cache_ratio`` of the bytes, scales and offsets included."""
+    return next((bits for bits in (4, 8) if (bits + 1) / 16 >= cache_ratio), 8)
 
 
 def _capacity(model: Footprint, machine: GPU, context: int, *, is_served: bool) -> dict[str, Any]:

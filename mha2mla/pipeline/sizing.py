@@ -89,16 +89,26 @@ MEASURED_LOSSES: Mapping[str, tuple[str, Mapping[tuple[str, str], Mapping[float,
         ),
     }
 )
-# The same of codes in the layout latent, by bits and model, converted by preset quick.
-CODED_LOSSES: Mapping[int, Mapping[str, Mapping[float, str]]] = MappingProxyType(
+# The same of codes in the layout latent, by bits ("auto": by layer) and model, converted by preset quick.
+CODED_LOSSES: Mapping[int | str, Mapping[str, Mapping[float, str]]] = MappingProxyType(
     {
+        "auto": {
+            "SmolLM2-135M-Instruct": {
+                0.5: "1.014 / 1.024", 0.3125: "1.006 / 1.008", 0.25: "1.010 / 1.010", 0.1875: "1.030 / 1.040",
+                0.16: "1.043 / 1.059", 0.125: "1.107 / 1.122", 0.0625: "1.774 / 1.863",
+            },
+            "Qwen2.5-Coder-0.5B-Instruct": {
+                0.5: "1.001 / 1.005", 0.3125: "1.004 / 1.015", 0.25: "1.019 / 1.025", 0.1875: "1.091 / 1.109",
+                0.125: "1.654 / 1.653",
+            },
+        },
         3: {
             "SmolLM2-135M-Instruct": {0.125: "1.096 / 1.112", 0.0625: "1.815 / –"},
             "Qwen2.5-Coder-0.5B-Instruct": {0.125: "1.254 / –"},
         },
         4: {"SmolLM2-135M-Instruct": {0.15625: "1.071 / –"}},
     }
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

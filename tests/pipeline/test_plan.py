@@ -101,6 +101,21 @@ def test_plan_shows_codes_by_default_with_their_losses():
     assert found.commands[-1].endswith("smollm2-135m-latent-0.125-3-bits --cache-ratio 0.125 --latent.bits 3")
     (_, four) = plan("smollm2-135m", gpu="h200-141gb", cache_ratios=(0.3,), latent_bits=4).rows
     assert four["SmolLM2-135M-Instruct"] == NOT_MEASURED
+    auto = found.rows[-2]
+    assert (auto["target"], auto["bits"], auto["bytes_per_token"]) == ("latent 0.25, auto bits", "auto", 30 * 9 * 20)
+    assert auto["SmolLM2-135M-Instruct"] == "1.010 / 1.010 (quick)" and "step_ms_1" not in auto
+    assert found.commands[-2].endswith("--cache-ratio 0.25 --latent.bits auto") and "each layer" in auto["note"]
+
+
+@pytest.mark.parametrize(("ratio", "bits"), [(0.5, 8), (0.3125, 4), (0.06, 4), (0.9, 8)])
+def test_ranks_and_bits_by_layer_are_sized_as_one_rank(ratio, bits):
+    """In the fewest bits that fill the bytes."""
+    (_, row) = plan("llama-3-8b", gpu="h200-141gb", cache_ratios=(ratio,), latent_bits="auto").rows
+    (_, one) = plan("llama-3-8b", gpu="h200-141gb", cache_ratios=(ratio,), latent_bits=bits).rows
+    assert {key: row[key] for key in ("bytes_per_token", "weights_gb", "largest_batch", "d_c", "kernel")} == {
+        key: one[key] for key in ("bytes_per_token", "weights_gb", "largest_batch", "d_c", "kernel")
+    }
+    assert row["note"].endswith(f"as of {bits} bits")
 
 
 def test_plan_reads_nothing_but_the_config(tiny_source, tmp_path):
