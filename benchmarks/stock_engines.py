@@ -7,8 +7,8 @@
 Exports the checkpoint, has 64 prompts answered, and judges every token by the converted model's logits over the same
 prefix, as ``vllm_serving.py exact`` does (docs/serving.md). ``vllm`` needs a GPU; ``transformers`` runs the folder for
 transformers, and the one for engines at their eps, in another process on a CPU. ``random:llama`` and ``random:mistral``
-are small models of random weights, converted here and kept in float32: an export scales queries, and in bfloat16 its
-weights would be rounded a second time.
+are small models of random weights with the 32,000 tokens of their families, converted here and kept in float32: an
+export scales queries, and in bfloat16 its weights would be rounded a second time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from cyclopts import Parameter
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import mha2mla
 from benchmarks.recording import Recording, command
@@ -92,7 +92,9 @@ def converted(name: str, work: str) -> str:
     sizes = {"num_attention_heads": 8, "head_dim": 128, "hidden_size": 512, "max_position_embeddings": 2048}
     source = tiny_checkpoint(Path(work) / "source", **sizes)
     config = source / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | FAMILIES[family]))
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 32000} | FAMILIES[family]))
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=torch.float32).save_pretrained(source)
     mha2mla.convert(source, Path(work) / family, RECIPE, evaluation_tokens=2048, progress=False)
     return str(Path(work) / family)
 
