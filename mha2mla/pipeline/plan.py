@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -146,8 +146,8 @@ def plan(
         tp: GPUs that a model is split over.
         cache_ratios: bytes cached after / before conversion, each in (0, 1]; default :data:`CACHE_RATIOS`.
         latent_bits: recipe key ``latent.bits``; of codes no step is predicted, and of "auto", by which a conversion
-            measures rank and bits of each layer, sizes are those of one rank in the fewest bits that fill the bytes. By
-            default 16, and where neither ratios nor layouts are given the rows of codes :data:`CODES`.
+            measures rank and bits of each layer, the cache is the budget and weights are those of one rank. By default
+            16, and where neither ratios nor layouts are given the rows of codes :data:`CODES`.
 
     Raises:
         ValueError: an argument out of range, by name, or a source that cannot be converted.
@@ -209,15 +209,21 @@ def _converted_row(
     recipe, _ = Recipe.choose(normalize_keys(target), "cuda")
     by_layer = recipe.latent.bits == "auto"
     if by_layer:
-        target = target | {"latent.bits": _filling_bits(target["cache_ratio"])}
+        target = target | {"latent.bits": _bits_alike(target["cache_ratio"])}
         recipe, _ = Recipe.choose(normalize_keys(target), "cuda")
     cost = conversion_cost(before.layer_parameters, spec.num_layers, fitted=recipe.fit.steps > 0)
     if cost["gpu_gib"] > machine.memory / 2**30:
         recipe = Recipe.from_preset("quick", **target)
         cost = conversion_cost(before.layer_parameters, spec.num_layers, fitted=False)
     whole = recipe.geometry(spec)
+    budget = target["cache_ratio"] * 2 * whole.source_cache_numel_per_token
+    if by_layer and whole.is_full_rank:  # some layers stay below it
+        less = target["cache_ratio"] * (1 - whole.latent_group / whole.kv_lora_rank)
+        whole = Recipe.from_preset(recipe.preset, **target | {"cache_ratio": less}).geometry(spec)
     geometry = HeadShard.of(whole, 0, tp).geometry
     after = footprint(converted_config(config, spec, (whole,) * spec.num_layers, recipe), geometry, spec, tp)
+    if by_layer:  # the layers spend the budget together
+        after = replace(after, token_bytes=int(budget))
     kernel, why = decode_kernel(geometry, machine.capability)
     eight_bits = None if geometry.has_codes else decode_kernel(geometry, machine.capability, codes=True)[0]
     row: dict[str, Any] = {"d_c": whole.kv_lora_rank, **({"bits": whole.latent_bits} if whole.has_codes else {})}
@@ -227,10 +233,8 @@ def _converted_row(
         why = "decode copies codes in 16 bits first"
     row |= {"note": why, "kernel_8_bit": eight_bits}
     if by_layer:
-        row |= {
-            "bits": "auto",
-            "note": f"conversion measures rank and bits of each layer; as of {row['bits']} bits",
-        }
+        weights = f"weights as of rank {row.pop('d_c')}"
+        row |= {"bits": "auto", "note": f"the conversion measures rank and bits of each layer; {weights}"}
     row |= _capacity(after, machine, context, is_served=not why and not geometry.has_codes)
     if "step_ms_largest" in row:
         steps = steps_by_rotary_width(after, geometry, spec, machine, row["largest_batch"], context)
@@ -238,7 +242,9 @@ def _converted_row(
     codes = fp8_layout(geometry, PAGE_SIZE).bytes_per_token * spec.num_layers
     row |= {"bytes_per_token_8_bit": codes if eight_bits else None}
     if not geometry.has_rope_cache:
-        row["bytes_per_token_kept"] = geometry.with_stored_keys.cache_bytes_per_token(ITEMSIZE) * spec.num_layers
+        row["bytes_per_token_kept"] = (
+            after.cache_bytes_per_token + ITEMSIZE * geometry.qk_rope_head_dim * spec.num_layers
+        )
         coded = None if geometry.has_codes else geometry.with_key_codes.cache_bytes_per_token(ITEMSIZE)
         row["bytes_per_token_kept_8_bit"] = coded and coded * spec.num_layers
     row |= {"preset": recipe.preset, "growth": 100 * (after.parameters / before.parameters - 1), **cost}
@@ -248,9 +254,10 @@ def _converted_row(
     return row | {"disk_gb": (ITEMSIZE * after.parameters + layers + streams) / 1e9}
 
 
-def _filling_bits(cache_ratio: float) -> int:
-    """The fewest bits in which full rank takes at least ``cache_ratio`` of the bytes, scales and offsets included."""
-    return next((bits for bits in (4, 8) if (bits + 1) / 16 >= cache_ratio), 8)
+def _bits_alike(cache_ratio: float) -> int:
+    """Bits whose one rank is nearest to the mean rank of "auto", in the conversions on record: means of 3.1 bits at
+    0.125, 3.8 at 0.1875, 4 at 0.25, 4.7 at 0.3125 and 7.3 to 7.8 at 0.5."""
+    return next((bits for bits, most in ((3, 0.15), (4, 0.3125)) if cache_ratio <= most), 8)
 
 
 def _capacity(model: Footprint, machine: GPU, context: int, *, is_served: bool) -> dict[str, Any]:
