@@ -50,7 +50,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 RECIPE = {
     "preset": "minimal", "layout": "shared", "kv_lora_rank": 256, "qk_rope_head_dim": 64,
-    "rope.selection": "rorope-2", "latent.centered": False, "latent.ranks": "uniform", "calibration.tokens": 2048,
+    "rope.selection": "rorope-2", "latent.centered": False, "latent.ranks": "uniform",
+    "calibration.tokens": 2048, "calibration.lengths": 512,
 }  # fmt: skip
 
 
@@ -89,13 +90,13 @@ def converted(name: str, work: str) -> str:
     family = name.removeprefix("random:")
     if family not in FAMILIES:
         raise ValueError(f"checkpoint is {name!r}; expected a folder or random: and one of {sorted(FAMILIES)}")
-    sizes = {"num_attention_heads": 8, "head_dim": 128, "hidden_size": 512, "max_position_embeddings": 2048}
+    sizes = {"num_attention_heads": 4, "head_dim": 128, "hidden_size": 256, "max_position_embeddings": 2048}
     source = tiny_checkpoint(Path(work) / "source", **sizes)
     config = source / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 32000} | FAMILIES[family]))
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=torch.float32).save_pretrained(source)
-    mha2mla.convert(source, Path(work) / family, RECIPE, evaluation_tokens=2048, progress=False)
+    mha2mla.convert(source, Path(work) / family, RECIPE, evaluation_tokens=512, progress=False)
     return str(Path(work) / family)
 
 
