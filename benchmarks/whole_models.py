@@ -47,7 +47,7 @@ MODELS: dict[ShapeName, tuple[int, int]] = {
     "llama-2-7b": (1024, 64),
 }
 SHARED_ROPE = 64
-SHAPES = ((64, 8192), (1, 2048), (16, 8192))  # sequences, tokens of each
+SHAPES = ((64, 8192), (1, 2048), (16, 8192), (8, 2048), (128, 8192))  # sequences, tokens of each
 LONGEST = 8192  # tokens of each of as many sequences as fit
 MOST = 1024  # sequences
 RESERVE = 8e9  # bytes of memory beside weights and cache
@@ -55,7 +55,8 @@ CHECKED = (2, 1024)
 OP = (64, 2048)
 COLUMNS = (
     "model", "way", "bytes_a_token", "of_source", "op_us", "op_of_source",
-    *(f"{batch}x{context}_ms" for batch, context in sorted(SHAPES)), "64x8192_of_source", "fit", "fit_ms", "tok/s",
+    *(f"{batch}x{context}_{what}" for batch, context in sorted(SHAPES) for what in ("ms", "over")), "64x8192_of_source",
+    "fit", "fit_ms", "tok/s",
     "tok/s_of_source", "error", "status",
 )  # fmt: skip
 
@@ -223,8 +224,14 @@ def compile_all(names: list[ShapeName], device: str) -> None:
         compile_ahead(torch.device(device), ("whole models", names, MODELS, SHAPES), run)
 
 
-def compare(row: Row, source: Row) -> None:
-    """Adds what a row is beside its source's."""
+def compare(row: Row, source: Row, rate: float) -> None:
+    """Adds what a row is beside its source's, and how many times as long its steps take as reading weights and cache at
+    ``rate``, bytes a second."""
+    for batch, context in SHAPES:
+        ms = row.get(f"{batch}x{context}_ms")
+        if isinstance(ms, int | float):
+            read = 1e9 * row["weights_GB"] + batch * context * row["bytes_a_token"]
+            row[f"{batch}x{context}_over"] = ms / 1e3 * rate / read
     shares = {"bytes_a_token": "of_source", "op_us": "op_of_source", "64x8192_ms": "64x8192_of_source"}
     for key, name in {**shares, "tok/s": "tok/s_of_source"}.items():
         if isinstance(row.get(key), int | float) and isinstance(source.get(key), int | float):
@@ -278,13 +285,13 @@ def whole_models(
                 row["weights_GB"] = weight_bytes(held[1].model if case.way == "source" else held[1]) / 1e9
                 for found in step_rows(held[1], case, list(SHAPES), min_run_time, device):
                     row |= found
-                    compare(row, sources[case.name])
+                    compare(row, sources[case.name], table.fields["R"])
                     table.write()
                     if time.monotonic() >= until:
                         break
         except Exception as error:  # of TileLang or CUDA: other rows go on
             row["status"] = f"{type(error).__name__}: {error}"
-        compare(row, sources[case.name])
+        compare(row, sources[case.name], table.fields["R"])
         table.write()
         print({key: value for key, value in row.items() if key in COLUMNS}, flush=True)
     return table.show(f"whole models; R = {table.fields['R'] / 1e12:.2f} TB/s", COLUMNS)

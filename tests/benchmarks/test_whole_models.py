@@ -76,7 +76,8 @@ def test_the_table_is_written_number_by_number(tiny, monkeypatch, tmp_path):
 
 def test_rows_are_compared_with_their_source():
     source = {"bytes_a_token": 8, "op_us": 10.0, "64x8192_ms": "does not fit", "tok/s": 100.0}
-    row = {"bytes_a_token": 4, "op_us": 5.0, "64x8192_ms": 3.0, "tok/s": 150.0}
-    compare(row, source)
+    row = {"bytes_a_token": 4, "op_us": 5.0, "64x8192_ms": 3.0, "tok/s": 150.0, "weights_GB": 1e-3}
+    compare(row, source, 1e9)
+    assert row["64x8192_over"] == pytest.approx(3.0 / (1.0 + 4 * 64 * 8.192e-3)) and "1x2048_over" not in row
     assert (row["of_source"], row["op_of_source"], row["tok/s_of_source"]) == (0.5, 0.5, 1.5)
     assert "64x8192_of_source" not in row
