@@ -7,8 +7,8 @@
 Exports the checkpoint, has 64 prompts answered, and judges every token by the converted model's logits over the same
 prefix, as ``vllm_serving.py exact`` does (docs/serving.md). ``vllm`` needs a GPU; ``transformers`` runs the folder for
 transformers, and the one for engines at their eps, in another process on a CPU. ``random:llama`` and ``random:mistral``
-are small models of random weights with the 32,000 tokens of their families, converted here and kept in float32: an
-export scales queries, and in bfloat16 its weights would be rounded a second time.
+are small models of random weights, converted here and kept in float32: an export scales queries, and in bfloat16 its
+weights would be rounded a second time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from cyclopts import Parameter
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import mha2mla
 from benchmarks.recording import Recording, command
@@ -40,7 +40,8 @@ from mha2mla.trial_models import tiny_checkpoint
 
 PROMPTS = 64
 GROUPS = 8  # prompts of one length are a batch without padding
-# What a family's config.json has beside a Llama's.
+# What a family's config.json has beside a Llama's, of these sizes.
+SIZES = {"num_attention_heads": 8, "head_dim": 128, "hidden_size": 512, "max_position_embeddings": 2048}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {
@@ -50,8 +51,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 RECIPE = {
     "preset": "minimal", "layout": "shared", "kv_lora_rank": 256, "qk_rope_head_dim": 64,
-    "rope.selection": "rorope-2", "latent.centered": False, "latent.ranks": "uniform",
-    "calibration.tokens": 2048, "calibration.lengths": 512,
+    "rope.selection": "rorope-2", "latent.centered": False, "latent.ranks": "uniform", "calibration.tokens": 2048,
 }  # fmt: skip
 
 
@@ -90,13 +90,10 @@ def converted(name: str, work: str) -> str:
     family = name.removeprefix("random:")
     if family not in FAMILIES:
         raise ValueError(f"checkpoint is {name!r}; expected a folder or random: and one of {sorted(FAMILIES)}")
-    sizes = {"num_attention_heads": 4, "head_dim": 128, "hidden_size": 256, "max_position_embeddings": 2048}
-    source = tiny_checkpoint(Path(work) / "source", **sizes)
+    source = tiny_checkpoint(Path(work) / "source", **SIZES)
     config = source / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 32000} | FAMILIES[family]))
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=torch.float32).save_pretrained(source)
-    mha2mla.convert(source, Path(work) / family, RECIPE, evaluation_tokens=512, progress=False)
+    config.write_text(json.dumps(json.loads(config.read_text()) | FAMILIES[family]))
+    mha2mla.convert(source, Path(work) / family, RECIPE, evaluation_tokens=2048, progress=False)
     return str(Path(work) / family)
 
 

@@ -38,8 +38,10 @@ def test_every_token_of_exports_is_judged(spoilt, tmp_path, monkeypatch):
 
 
 @torch.no_grad()
-def test_a_random_mistral_is_converted(tmp_path):
+def test_a_random_mistral_is_converted(tmp_path, monkeypatch):
     """In float32, with frequencies and widths that the export takes; other names are folders or refused."""
+    monkeypatch.setattr(stock_engines, "SIZES", stock_engines.SIZES | {"num_attention_heads": 4, "hidden_size": 256})
+    monkeypatch.setattr(stock_engines, "RECIPE", stock_engines.RECIPE | {"calibration.lengths": 512})
     config = MHA2MLAConfig.from_pretrained(stock_engines.converted("random:mistral", str(tmp_path)))
     assert config.source_config["model_type"] == "mistral" and config.dtype == torch.float32
     assert stock_engines.export(tmp_path / "mistral", tmp_path / "vllm", "deepseek-v3", "vllm").is_dir()
