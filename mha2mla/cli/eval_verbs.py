@@ -348,7 +348,7 @@ def plan(
     context: int = 8192,
     cache_ratio: Ratios = None,
     layout: Annotated[list[LayoutName] | None, SEVERAL] = None,
-    latent_bits: Literal["16", "8", "4", "3", "auto"] | None = None,
+    latent_bits: Literal[16, 8, 4, 3, "auto"] | None = None,
     json: Json = None,
 ) -> None:
     """Cache, capacity, speed and cost of converting a model, from its config alone.
@@ -372,8 +372,7 @@ def plan(
     from mha2mla.eval.report import filled, print_table, print_values, write_json
     from mha2mla.pipeline import plan as sizing
 
-    bits = int(latent_bits) if latent_bits and latent_bits != "auto" else latent_bits
-    options = {"cache_ratios": cache_ratio, "layouts": layout or (DEFAULT_LAYOUT,), "latent_bits": bits}
+    options = {"cache_ratios": cache_ratio, "layouts": layout or (DEFAULT_LAYOUT,), "latent_bits": latent_bits}
     found = sizing.plan(source, gpu=gpu, tp=tp, context=context, **options)
     print_values(found.summary)
     columns = filled(sizing.CAPACITY_COLUMNS, found.rows)

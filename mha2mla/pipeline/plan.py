@@ -53,7 +53,7 @@ STEP_NOTE = (
 COST_NOTE = (
     "Estimates from measured conversions of up to 8B parameters; larger layers are extrapolated, and memory of smaller"
     " ones is that of 8B. Text that the source writes is counted for small models alone. Preset quick where gradient"
-    " steps would not fit into the GPU."
+    " steps would not fit into the GPU. Choosing rank and bits by layer is not counted."
 )
 CAPACITY_COLUMNS = {
     "target": "target",
@@ -233,8 +233,8 @@ def _converted_row(
         why = "decode copies codes in 16 bits first"
     row |= {"note": why, "kernel_8_bit": eight_bits}
     if by_layer:
-        weights = f"weights as of rank {row.pop('d_c')}"
-        row |= {"bits": "auto", "note": f"the conversion measures rank and bits of each layer; {weights}"}
+        notes = (why, f"the conversion measures rank and bits of each layer; weights as of rank {row.pop('d_c')}")
+        row |= {"bits": "auto", "note": "; ".join(filter(None, notes))}
     row |= _capacity(after, machine, context, is_served=not why and not geometry.has_codes)
     if "step_ms_largest" in row:
         steps = steps_by_rotary_width(after, geometry, spec, machine, row["largest_batch"], context)
