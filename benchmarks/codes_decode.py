@@ -40,11 +40,11 @@ from mha2mla.kernels.parallel_compilation import CompileJob, compile_job, compil
 from mha2mla.kernels.split_kv.op import compiled_shape
 from mha2mla.testing.problems import (
     GQAProblem,
-    GroupCodesProblem,
     LatentCodesProblem,
     LatentProblem,
     PagedProblem,
     Problem,
+    RowCodesProblem,
     judge,
 )
 
@@ -67,13 +67,13 @@ Call = Callable[..., Any]
 def cases() -> list[SpeedCase]:
     target = Target(peers=(("kept_us",), 1.1))
     return [
-        decode_case(GroupCodesProblem(*shape[:1], 1, *shape[1:3], (length,) * batch, slack=0), target)
+        decode_case(RowCodesProblem(*shape[:1], 1, *shape[1:3], (length,) * batch, slack=0), target)
         for shape in SHAPES
         for batch, length in BATCHES
     ]
 
 
-def forms(coded: GroupCodesProblem) -> dict[str, PagedProblem]:
+def forms(coded: RowCodesProblem) -> dict[str, PagedProblem]:
     """The problems of a case by their column."""
     heads, d_c, d_r = coded.heads, coded.kv_lora_rank, coded.qk_rope_head_dim
     shared = {"lengths": coded.lengths, "slack": 0, "seqlen_q": coded.seqlen_q}
@@ -100,7 +100,7 @@ def by_kernel(problem: PagedProblem, inputs: dict[str, Any], backend: str) -> Ca
 
 
 def by_copy(
-    coded: GroupCodesProblem, problem: Problem, codes: dict[str, Any], inputs: dict[str, Any], backend: str
+    coded: RowCodesProblem, problem: Problem, codes: dict[str, Any], inputs: dict[str, Any], backend: str
 ) -> Call:
     """The 16-bit op of ``problem`` over a copy of the pages of ``codes``, with the other ``inputs``."""
     table = inputs["block_table"]
@@ -123,7 +123,7 @@ def by_copy(
     return call
 
 
-def is_direct(problem: GroupCodesProblem, device: torch.device) -> bool:
+def is_direct(problem: RowCodesProblem, device: torch.device) -> bool:
     """True where a kernel made for it serves: threads that read bytes one by one are not worth timing."""
     return device.type == "cpu" or problem.op.choose(compiled_shape(problem.shape()), device).kernel != "codes_portable"
 
@@ -152,7 +152,7 @@ def calls_of(case: SpeedCase, device: torch.device, lengths: tuple[int, ...] | N
         call = by_copy(problems["us"], problem, codes, given, backend)
         found[name] = call, judged | {"centers": codes["centers"]}
     for name, problem in problems.items():
-        if isinstance(problem, GroupCodesProblem) and not is_direct(problem, device):
+        if isinstance(problem, RowCodesProblem) and not is_direct(problem, device):
             if name == "us":
                 found[name] = found["copy_us"]
             continue
@@ -189,7 +189,7 @@ def measure(case: SpeedCase, peers: bool, min_run_time: float, device: str = "cu
 def jobs(case: SpeedCase) -> list[CompileJob]:
     """Kernels of every column; the planner's and the copy's compile where they are timed."""
     here = torch.device("cuda", torch.cuda.current_device())
-    listed = [p for p in forms(case.problem).values() if not isinstance(p, GroupCodesProblem) or is_direct(p, here)]
+    listed = [p for p in forms(case.problem).values() if not isinstance(p, RowCodesProblem) or is_direct(p, here)]
     batches = {len(case.problem.lengths), len(SHORT)}
     calls = [(batch, lambda resident: resident) for batch in batches]
     return [compile_job(p.op, compiled_shape(p.shape()), here, calls) for p in listed]

@@ -223,8 +223,8 @@ FAULTS = tuple(
 -    if not g.has_codes:
 +    if not (g.has_codes and g.has_rope_cache):
 # rows of sinks are coded from the center of ordinary ones
-@ mha2mla/kernels/group_codes/api.py
-? tests/kernels/test_group_codes.py -k nearer_center
+@ mha2mla/kernels/row_codes/api.py
+? tests/kernels/test_row_codes.py -k nearer_center
 -is_second = second.double().square().sum(-1) < first.double().square().sum(-1)
 +is_second = second.double().square().sum(-1) < 0 * first.double().square().sum(-1)
 # a basis is folded into the encoder alone

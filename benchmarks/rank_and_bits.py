@@ -44,14 +44,12 @@ from mha2mla.eval.plotting import Picture
 from mha2mla.eval.quality import TEXTS, QualityRow, basis_tokens, compare_caches, quantized_caches
 from mha2mla.eval.quantized_caches import ComparedCache, KVCodes, LatentCodes
 from mha2mla.eval.report import print_table
+from mha2mla.geometry import CODE_BLOCK
 
 LENGTHS = (512, 8192)
-GROUP = 32  # ranks are multiples of it
 ABLATIONS = [
-    *(LatentCodes(bits, basis) for basis in ("balanced", "rotation", "components") for bits in (4, 3)),
+    *(LatentCodes(bits, basis) for basis in ("balanced", "rotation") for bits in (4, 3)),
     LatentCodes(4, "plain"),
-    *(LatentCodes(bits, group=group) for group in (64, None) for bits in (4, 3)),
-    *(LatentCodes(bits, scale_bits=8) for bits in (4, 3)),
     LatentCodes(4, Importance(power=1.0)),
     LatentCodes(4, sinks=False),
     LatentCodes(4, "rotation", sinks=False),
@@ -200,7 +198,7 @@ class StudiedModel:
 
     def add_rank(self, ratio: float, caches: Sequence[LatentCodes]) -> None:
         """One rank for all layers in 16 bits, by ``quick``, and the same checkpoint over simulated codes."""
-        rank = max(GROUP, int(ratio * self.full) // GROUP * GROUP)
+        rank = max(CODE_BLOCK, int(ratio * self.full) // CODE_BLOCK * CODE_BLOCK)
         converted, seconds = self.converted(f"{rank}", "quick", cache_ratio=rank / self.full)
         same = {"rank": rank, "seconds": seconds}
         rows = [({"cache": f"latent of {rank}, 16 bits", "bits": 16, **same}, partial(ComparedCache, converted))]
@@ -236,7 +234,7 @@ class StudiedModel:
     def choice(self, ratio: float) -> list[Choice]:
         geometry = Recipe.from_preset("quick", cache_ratio=ratio).geometry(self.drawn.source.spec)
         by_rank, by_bits = (self.losses[f"layer_{name}_losses"] for name in ("rank", "code"))
-        ranks = range(min(map(int, by_rank)), geometry.full_kv_lora_rank + 1, GROUP)
+        ranks = range(min(map(int, by_rank)), geometry.full_kv_lora_rank + 1, CODE_BLOCK)
         layers = [
             candidates(
                 geometry, ranks, *({int(key): each[layer] for key, each in by.items()} for by in (by_rank, by_bits))

@@ -32,7 +32,7 @@ from benchmarks.recording import command
 from mha2mla.kernels import mla_decode
 from mha2mla.kernels.parallel_compilation import compile_in_processes, compile_job, compile_launches
 from mha2mla.kernels.split_kv.op import compiled_shape
-from mha2mla.testing.problems import GroupCodesProblem, LatentProblem, Problem, judge
+from mha2mla.testing.problems import LatentProblem, Problem, RowCodesProblem, judge
 
 PROBLEMS = (
     Problem(32, 32, 512, 16, (0, 1, 65, 700)),  # a converted MHA model, one rope head per head
@@ -47,8 +47,8 @@ PROBLEMS = (
     Problem(40, 40, 448, 16, (65, 190), seqlen_q=3, causal=False),
     Problem(32, 1, 1024, 64, (1, 64, 300), window=100, sinks=4),
     LatentProblem(32, 1, 512, 64, (0, 1, 65, 400), shuffled=True),
-    GroupCodesProblem(32, 1, 512, 64, (0, 1, 65, 400)),
-    GroupCodesProblem(32, 1, 1024, 64, (65, 300), page_size=16, bits=8),
+    RowCodesProblem(32, 1, 512, 64, (0, 1, 65, 400)),
+    RowCodesProblem(32, 1, 1024, 64, (65, 300), page_size=16, bits=8),
     LatentProblem(9, 1, 192, 96, (17, 300), page_size=16, window=100, sinks=4),
     LatentProblem(16, 1, 72, 32, (130, 64), seqlen_q=4, combined=True),
     LatentProblem(32, 1, 1024, 32, (0, 1, 65, 300), page_size=16, shuffled=True),  # two CTAs share the columns

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
-LATENT_BITS = (16, 8, 4, 3)
-LATENT_GROUPS = (32, 64)
+LATENT_BITS = (16, 8, 4, 3, 2)
+CODE_BLOCK = 32  # elements; rows of codes are padded to a multiple of it
 KEY_BITS = (16, 8)
-SCALE_BYTES = 4  # of a token's rotary key in 8 bits
+SCALE_BYTES = 4  # of a token's rotary key in 8 bits, and of its latent in codes
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,7 @@ class MLAGeometry:
         num_up_projection_heads: heads that W_UK and W_UV are given for, and that the latent is expanded to; a multiple
             of ``num_key_value_heads`` that divides H (H itself is DeepSeek's). ``None`` means ``num_key_value_heads``.
         rope_from_latent: nothing rotary is cached: ``k_pe[t] = m R(t) (W_KR c[t] + b_KR)``; needs G = 1.
-        latent_bits: of a cached latent element: 16 stands for the model's dtype, 8, 4 and 3 for integer codes.
-        latent_group: elements whose codes share a scale and an offset of 16 bits each.
+        latent_bits: of a cached latent element: 16 stands for the model's dtype, others for integer codes.
         key_bits: of a cached rotary key's element: 16 stands for the model's dtype, 8 for int8 and a float32
             scale a token, of the keys of a layer that could compute them; needs G = 1 and ``latent_bits`` 16.
 
@@ -54,7 +53,6 @@ class MLAGeometry:
     num_up_projection_heads: int | None = None
     rope_from_latent: bool = False
     latent_bits: int = 16
-    latent_group: int = 32
     key_bits: int = 16
 
     def __post_init__(self) -> None:
@@ -88,7 +86,7 @@ class MLAGeometry:
             raise ValueError(f"qk_rope_head_dim is {self.qk_rope_head_dim}; expected an even number (RoPE turns pairs)")
         if self.rope_from_latent and self.num_rope_heads != 1:
             raise ValueError(f"num_rope_heads is {self.num_rope_heads}; expected 1 with rope_from_latent")
-        for name, allowed in (("latent_bits", LATENT_BITS), ("latent_group", LATENT_GROUPS), ("key_bits", KEY_BITS)):
+        for name, allowed in (("latent_bits", LATENT_BITS), ("key_bits", KEY_BITS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected one of {allowed}")
         if self.key_bits == 8 and (self.rope_from_latent or self.num_rope_heads != 1 or self.latent_bits != 16):
@@ -141,10 +139,10 @@ class MLAGeometry:
 
     def cache_bytes_per_token(self, itemsize: int) -> int:
         """Bytes cached per token and layer for elements of ``itemsize`` bytes (2 for bfloat16); latents that are codes
-        with their scales, offsets and padding, keys in 8 bits with their scale."""
+        with their scale and padding, keys in 8 bits with their scale."""
         latent = self.kv_lora_rank * itemsize
         if self.has_codes:
-            latent = code_bytes(self.kv_lora_rank, self.latent_bits, self.latent_group)
+            latent = code_bytes(self.kv_lora_rank, self.latent_bits)
         return latent + (self.rope_width + SCALE_BYTES if self.has_key_codes else self.rope_width * itemsize)
 
     def decode_flops_per_token(self) -> int:
@@ -165,10 +163,15 @@ class MLAGeometry:
         )
 
 
-def code_bytes(width: int, bits: int, group: int) -> int:
-    """Bytes of a row of ``width`` elements as codes in groups of ``group``, padded, each with a scale and an offset of
-    16 bits (:class:`mha2mla.kernels.GroupQuantizer`)."""
-    return -(-width // group) * (group * bits // 8 + 4)
+def code_bytes(width: int, bits: int) -> int:
+    """Bytes of a row of ``width`` elements as codes, padded, with a scale of 32 bits
+    (:class:`mha2mla.kernels.RowQuantizer`)."""
+    return SCALE_BYTES + -(-width // CODE_BLOCK) * CODE_BLOCK * bits // 8
+
+
+def coded_width(row_bytes: int, bits: int) -> int:
+    """Elements of the widest row of codes in so many bytes, a multiple of 32."""
+    return max(0, row_bytes - SCALE_BYTES) * 8 // bits // CODE_BLOCK * CODE_BLOCK
 
 
 def kept_keys_share(layers: Sequence[MLAGeometry], source_bytes: int) -> str:

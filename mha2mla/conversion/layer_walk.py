@@ -73,7 +73,6 @@ def converted_config(
         v_head_dim=geometry.v_head_dim,
         num_up_projection_heads=geometry.num_up_projection_heads,
         rope_from_latent=geometry.rope_from_latent,
-        latent_group=geometry.latent_group,
         qk_norm=spec.qk_norm,
         attention_q_bias=q_bias,
         attention_kv_bias=kv_bias,
@@ -409,7 +408,7 @@ class _ConvertedWalk:
         )
         has_rope_cache, seed = self.sequence.geometries[layer].has_rope_cache, self.recipe.calibration.seed
         statistics = layer_statistics(partial(forward, tensors), batches, layer, has_rope_cache, seed)
-        return self.recipe.basis_rule.basis(statistics, self.recipe.latent.group)
+        return self.recipe.basis_rule.basis(statistics)
 
     def _run(self, module: nn.Module, layer: int, stream: ActivationStore) -> None:
         with tf32_on_cuda(self.model.device):

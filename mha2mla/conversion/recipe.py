@@ -205,10 +205,9 @@ class Recipe:
             self.target.geometry,
             *(spec, self.rope.share),
             per_query_head=latent.up_projections == "query-head",
-            group=latent.group,
         )
         if latent.bits == "auto":
-            made(bits=min(LATENT_BITS))  # refuses a budget of less than a group
+            made(bits=min(LATENT_BITS))  # refuses a budget of less than a block
         return made(bits=latent.bits if isinstance(latent.bits, int) else None)
 
     def geometries(

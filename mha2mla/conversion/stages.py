@@ -9,13 +9,13 @@ from typing import Any, ClassVar, Literal, get_args
 
 from mha2mla.checkpoints import did_you_mean
 from mha2mla.conversion.extension import RecipeObject, is_registered, named_or_itself
-from mha2mla.geometry import LATENT_BITS, LATENT_GROUPS
+from mha2mla.geometry import LATENT_BITS
 
 Selection = Literal["high", "low", "uniform", "2-norm", "rotation", "rorope", "rorope-2", "rorope-4"]
 LongropeTable = Literal["short", "long"]
 LowRank = Literal["svd-joint", "svd-split", "covariance-joint", "balanced-pca", "whitened-joint"]
 UpProjections = Literal["kv-head", "query-head"]
-Basis = Literal["importance", "balanced", "components", "rotation", "plain"]
+Basis = Literal["importance", "balanced", "rotation", "plain"]
 
 
 @dataclass(frozen=True)
@@ -172,15 +172,14 @@ class Latent(Stage):
         up_projections: heads of W_UK and W_UV: per ``"kv-head"``, as the source's maps are, or per
             ``"query-head"``, as DeepSeek's: the same cache and the same decode kernel, more weights and longer
             prefills, and gradient steps lose less with them. Without gradient steps the same model.
-        bits: bits of a cached element in the layout ``latent``: 16 for its dtype, or 8, 4 or 3 for integer codes in
-            a basis that becomes part of the weights. A ``cache_ratio`` counts their bytes with scales and offsets, and
-            ranks are multiples of ``group``. ``"auto"``: rank and bits of each layer together, such that the losses
+        bits: bits of a cached element in the layout ``latent``: 16 for its dtype, or 8, 4, 3 or 2 for integer codes
+            in a basis that becomes part of the weights. A ``cache_ratio`` counts their bytes with a scale a token, and
+            ranks are multiples of 32. ``"auto"``: rank and bits of each layer together, such that the losses
             measured by ``latent.ranks`` and for codes sum to the least that the bytes of ``cache_ratio`` allow. Or bits
             beside ranks, one per layer.
-        group: elements whose codes share a scale and an offset.
         basis: basis of the codes, by name or as a ``BasisRule``. ``"importance"``: F^½ rotated, F = E[g gᵀ] of
-            gradients of the predictions; ``"balanced"``: the least loss by second order; ``"components"``: principal
-            components, rotated inside groups; ``"rotation"``; ``"plain"``: none. Each is a class of ``latent.basis``.
+            gradients of the predictions; ``"balanced"``: the least loss by second order; ``"rotation"``;
+            ``"plain"``: none. Each is a class of ``latent.basis``.
     """
 
     prefix: ClassVar[str] = "latent."
@@ -197,7 +196,6 @@ class Latent(Stage):
             lambda value: value == "auto" or _BITS.allows(value) or (bool(value) and each_is(_BITS).allows(value)),
             words=("auto",),
         ),
-        "group": int_of(*LATENT_GROUPS),
         "basis": object_or("latent.basis", one_of(*get_args(Basis)), "BasisRule"),
     }
 
@@ -206,7 +204,6 @@ class Latent(Stage):
     ranks: list[int] | Literal["uniform", "measured"] = "uniform"
     up_projections: UpProjections = "kv-head"
     bits: int | list[int] | Literal["auto"] = 16
-    group: int = 32
     basis: Basis = "importance"
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from mha2mla.conversion.stages import Check, Stage, int_from, is_int, one_of, positive
-from mha2mla.geometry import LATENT_BITS, MLAGeometry, code_bytes
+from mha2mla.geometry import CODE_BLOCK, LATENT_BITS, MLAGeometry, coded_width
 
 if TYPE_CHECKING:
     from mha2mla.conversion.families import SourceSpec
@@ -137,7 +137,6 @@ class Target(Stage):
         *,
         per_query_head: bool,
         bits: int | None = 16,
-        group: int = 32,
     ) -> MLAGeometry:
         """The geometry of a converted layer of ``spec``.
 
@@ -157,7 +156,7 @@ class Target(Stage):
         all_pairs = key_width // groups
         if bits != 16 and layout.has_rope_cache:
             raise ValueError(f"latent.bits is {bits} in the {self.layout} layout; expected 16, or layout: latent")
-        rope, rank = self._widths(key_width, head_dim, groups, rope_share, bits, group)
+        rope, rank = self._widths(key_width, head_dim, groups, rope_share, bits)
         if rope > all_pairs:
             raise ValueError(
                 f"qk_rope_head_dim is {rope}; expected at most {all_pairs}, all the pairs that {kv_heads} kv heads"
@@ -180,20 +179,19 @@ class Target(Stage):
             num_up_projection_heads=spec.num_attention_heads if per_query_head else kv_heads,
             rope_from_latent=not layout.has_rope_cache,
             latent_bits=bits or 16,
-            latent_group=group,
         )
 
     def _widths(
-        self, key_width: int, head_dim: int, groups: int, rope_share: float | None, bits: int | None, group: int
+        self, key_width: int, head_dim: int, groups: int, rope_share: float | None, bits: int | None
     ) -> tuple[int, int]:
         """d_r and d_c."""
         if self.kv_lora_rank is not None:
             return self.qk_rope_head_dim, self.kv_lora_rank
         all_pairs, layout = key_width // groups, LAYOUTS[self.layout]
         budget = math.floor(self.cache_ratio * 2 * key_width + 1e-9)
-        granule, coded = GRANULE, 2 * budget // code_bytes(group, bits or min(LATENT_BITS), group) * group
+        granule, coded = GRANULE, coded_width(2 * budget, bits or min(LATENT_BITS))
         if bits is not None and bits < 16:  # elements that the budget's bytes hold in codes
-            granule, budget = group, coded
+            granule, budget = CODE_BLOCK, coded
         if self.cache_ratio == 1.0 or budget >= 2 * key_width:
             return all_pairs, key_width if layout.has_rope_cache else 2 * key_width
         if not layout.has_rope_cache:

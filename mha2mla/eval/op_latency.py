@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mha2mla.eval.measurement import measured, unless_out_of_memory
-from mha2mla.geometry import MLAGeometry
+from mha2mla.geometry import CODE_BLOCK, MLAGeometry
 from mha2mla.kernels import (
     decodes_codes,
     explain_gqa_decode,
@@ -26,11 +26,11 @@ from mha2mla.kernels import (
 from mha2mla.terminal import progress_bar
 from mha2mla.testing.numeric_check import Judgement, PlainAttention, plain_attention, verdict
 from mha2mla.testing.problems import (
-    GroupCodesProblem,
     KeyCodesProblem,
     LatentCodesProblem,
     LatentProblem,
     Problem,
+    RowCodesProblem,
     judge,
 )
 from mha2mla.testing.timing import time_callable
@@ -71,7 +71,7 @@ PROBLEMS: Mapping[tuple[bool, bool], type[Problem]] = MappingProxyType(
     {
         (True, False): Problem,
         (False, False): LatentProblem,
-        (True, True): GroupCodesProblem,
+        (True, True): RowCodesProblem,
         (False, True): LatentCodesProblem,
     }
 )
@@ -206,7 +206,7 @@ def attention_latency(
         random = partial(AttentionInputs.random, geometry, batch, seqlen, scale, dtype, device, seed)
         for name, found in _source_rows(random, baselines, check, min_run_time).items():
             rows.append(shape | {"implementation": name} | found)
-        codes = {"bits": geometry.latent_bits, "group": geometry.latent_group} if geometry.has_codes else {}
+        codes = {"bits": geometry.latent_bits} if geometry.has_codes else {}
         kind = KeyCodesProblem if geometry.has_key_codes else PROBLEMS[geometry.has_rope_cache, geometry.has_codes]
         problem = kind(
             geometry.num_attention_heads, geometry.num_rope_heads, geometry.kv_lora_rank,
@@ -266,7 +266,7 @@ def _mla_row(
         row["backend_reason"] = why
     if geometry.has_codes:
         is_read = chosen == "reference" or decodes_codes(geometry, problem.page_size, dtype, device)
-        if geometry.kv_lora_rank % geometry.latent_group or not is_read:
+        if geometry.kv_lora_rank % CODE_BLOCK or not is_read:
             return row | {"status": "missing: no kernel reads these codes; a decode step copies them in 16 bits"}
 
     def measure() -> dict[str, Any]:

@@ -300,7 +300,7 @@ def quantized_caches(
         elif isinstance(codes, RotaryKeys):
             found.append(partial(KeptKeys, converted, codes))
         else:
-            basis = replace(codes, bits=8, scale_bits=16, sinks=True)
+            basis = replace(codes, bits=8, sinks=True)
             if basis not in bases:
                 bases[basis] = codes.bases(statistics)
             found.append(partial(QuantizedLatent, converted, codes, bases[basis]))

@@ -24,7 +24,7 @@ from transformers.masking_utils import sdpa_mask
 
 from mha2mla.conversion.latent.basis import BasisRule, LatentBasis, LatentStatistics, LatentTap
 from mha2mla.conversion.predictions import Metric, Predictions, kl_divergence, run_without_cache
-from mha2mla.kernels import GroupQuantizer
+from mha2mla.kernels import RowQuantizer
 from mha2mla.modeling import LatentCache
 from mha2mla.modeling.config import cache_bytes_per_token
 
@@ -88,7 +88,9 @@ class KVCodes:
             raise ValueError(f"keys is {self.keys!r}; expected one of {_GROUPINGS}")
         if self.residual < 0:
             raise ValueError(f"residual is {self.residual}; expected at least 0")
-        GroupQuantizer(self.bits, self.group)
+        RowQuantizer(self.bits)  # refuses bits that no code has
+        if self.group < 2:
+            raise ValueError(f"group is {self.group}; expected at least 2")
 
     @property
     def name(self) -> str:
@@ -103,11 +105,26 @@ class KVCodes:
 
     def share(self, length: int, head_dim: int) -> float:
         """Bytes of a cache of ``length`` tokens (codes, scales, offsets, newest tokens) relative to one in 16 bits."""
-        quantizer = GroupQuantizer(self.bits, self.group)
-        values = 8 * quantizer.bytes_per_row(head_dim) / head_dim
-        keys = 8 * quantizer.bytes_per_row(self.group) / self.group if self.keys == "channel" else values
+        values = self.bits_per_element(head_dim)
+        keys = self.bits_per_element(self.group) if self.keys == "channel" else values
         coded = self.coded_tokens(length)
         return (coded * (keys + values) / 32 + length - coded) / length
+
+    def bits_per_element(self, width: int) -> float:
+        """Of a row of ``width`` elements: codes with their padding, and of each group a scale and an offset."""
+        groups = -(-width // self.group)
+        return groups * (self.group * self.bits + 32) / width
+
+    def round(self, rows: Tensor) -> Tensor:
+        """Rows [..., width] as asymmetric codes of groups, from their minimum to their maximum, give them back."""
+        width, levels = rows.shape[-1], 2**self.bits - 1
+        padding = rows[..., -1:].expand(*rows.shape[:-1], -width % self.group)
+        groups = torch.cat((rows, padding), -1).float().unflatten(-1, (-1, self.group))
+        least, most = groups.aminmax(dim=-1, keepdim=True)
+        offset = least.half().float()
+        scale = ((most - offset) / levels).clamp(min=0).half().float()
+        codes = torch.where(scale > 0, (groups - offset) / scale, 0.0).round().clamp(0, levels)
+        return (codes * scale + offset).flatten(-2)[..., :width].to(rows.dtype)
 
 
 class QuantizedKV(ComparedCache):
@@ -119,7 +136,7 @@ class QuantizedKV(ComparedCache):
 
     def __init__(self, model: nn.Module, codes: KVCodes) -> None:
         super().__init__(model, codes.name)
-        self.codes, self._quantizer = codes, GroupQuantizer(codes.bits, codes.group)
+        self.codes = codes
         self._cos_sin: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     def share(self, length: int) -> float:
@@ -205,15 +222,15 @@ class QuantizedKV(ComparedCache):
     def _coded(self, module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values dequantised from their codes; by channel, keys of whole groups of tokens only."""
         if self.codes.keys == "token":
-            return self._quantizer.round(key), self._quantizer.round(value)
+            return self.codes.round(key), self.codes.round(value)
         whole = key.shape[2] // self.codes.group * self.codes.group
         if whole == 0:
-            return key, self._quantizer.round(value)
+            return key, self.codes.round(value)
         cos, sin = self._cos_sin[module]
         squares = cos.square() + sin.square()  # square of the factor of YaRN and longrope
         plain = _rotate(module, key, cos / squares, -sin / squares)[:, :, :whole]
-        plain = torch.cat((self._quantizer.round(plain.mT).mT, key[:, :, whole:]), 2)
-        return _rotate(module, plain, cos, sin), self._quantizer.round(value)
+        plain = torch.cat((self.codes.round(plain.mT).mT, key[:, :, whole:]), 2)
+        return _rotate(module, plain, cos, sin), self.codes.round(value)
 
 
 def _by_kv_head(x: Tensor, of_kv_heads: Tensor) -> Tensor:
@@ -261,7 +278,6 @@ class LatentCodes:
     Args:
         bits: of a code.
         basis: to quantise in: a ``BasisRule``, or the name of one.
-        group, scale_bits: of :class:`~mha2mla.kernels.GroupQuantizer`.
         sinks: rows are coded as differences from the nearer of two centers, of ordinary and of first tokens; False:
             from the first one.
 
@@ -271,8 +287,6 @@ class LatentCodes:
 
     bits: int
     basis: str | BasisRule = "importance"
-    group: int | None = 32
-    scale_bits: int = 16
     sinks: bool = True
 
     def __post_init__(self) -> None:
@@ -280,8 +294,8 @@ class LatentCodes:
             raise ValueError(f"basis is {self.basis!r}; expected one of {BasisRule.names()}, or a BasisRule")
         self.quantizer()
 
-    def quantizer(self) -> GroupQuantizer:
-        return GroupQuantizer(self.bits, self.group, self.scale_bits)
+    def quantizer(self) -> RowQuantizer:
+        return RowQuantizer(self.bits)
 
     @property
     def name(self) -> str:
@@ -289,7 +303,7 @@ class LatentCodes:
 
     def bases(self, statistics: Sequence[LatentStatistics]) -> list[LatentBasis]:
         rule = BasisRule.find(self.basis)
-        return [rule.basis(layer, self.group or len(layer.mean)) for layer in statistics]
+        return [rule.basis(layer) for layer in statistics]
 
 
 class QuantizedLatent(ComparedCache):

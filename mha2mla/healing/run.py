@@ -167,7 +167,7 @@ def heal(
             "device": device_name(place),
             "processes": int(os.environ.get("WORLD_SIZE", "1")),
             "versions": {name: installed_version(name) for name in ("mha2mla", "torch", "transformers", "accelerate")},
-            "code": code_hash("healing", "kernels/group_codes/api.py"),
+            "code": code_hash("healing", "kernels/row_codes/api.py"),
         }
         with faults_of_the_source_named(opened_source.folder, files):
             pieces = processes.share(lambda: _open_work(work, request, resume))

@@ -4,7 +4,6 @@ from mha2mla.kernels.attention_combine import attention_combine
 from mha2mla.kernels.attention_varlen.api import attention_varlen, explain_attention_varlen, mla_prefill_varlen
 from mha2mla.kernels.attention_varlen.causal import causal_attention, explain_causal_attention
 from mha2mla.kernels.gqa_decode.api import explain_gqa_decode, gqa_decode, plan_gqa_decode
-from mha2mla.kernels.group_codes.api import GroupQuantizer, append_codes, read_codes
 from mha2mla.kernels.mixed_attention.api import gqa_attention, mla_attention
 from mha2mla.kernels.mixed_attention.layout import MAX_DECODE_QUERY_LENGTH, absorbs_up_to, is_absorbed
 from mha2mla.kernels.mixed_attention.plan import MAX_EXPANDED_TOKENS, MixedPlan, plan_gqa_attention, plan_mla_attention
@@ -25,6 +24,7 @@ from mha2mla.kernels.rope_append.api import (
     rotate_keys,
     slots_of,
 )
+from mha2mla.kernels.row_codes.api import RowQuantizer, append_codes, read_codes
 from mha2mla.kernels.skinny_linear.api import skinny_linear
 from mha2mla.kernels.skinny_linear.selection import is_skinny
 from mha2mla.kernels.split_kv.choice import MAX_BATCH
@@ -36,9 +36,9 @@ __all__ = [
     "MAX_EXPANDED_TOKENS",
     "MAX_SLOTS",
     "DecodePlan",
-    "GroupQuantizer",
     "LatentRope",
     "MixedPlan",
+    "RowQuantizer",
     "absorbs_up_to",
     "append_codes",
     "append_w_uk",

@@ -31,13 +31,13 @@ import torch
 
 from mha2mla.environment import usable_cores
 from mha2mla.kernels.gqa_decode.api import GQA
-from mha2mla.kernels.mla_decode.api import FP8, GROUP_CODES, INT8_KEYS, LATENT, LATENT_CODES, LATENT_FP8, MLA
+from mha2mla.kernels.mla_decode.api import FP8, INT8_KEYS, LATENT, LATENT_CODES, LATENT_FP8, MLA, ROW_CODES
 from mha2mla.kernels.ops import capability, num_sms
 from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.op import PagedOp
 from mha2mla.terminal import progress_bar
 
-OPS = {op.name: op for op in (MLA, FP8, INT8_KEYS, LATENT, LATENT_FP8, GROUP_CODES, LATENT_CODES, GQA)}
+OPS = {op.name: op for op in (MLA, FP8, INT8_KEYS, LATENT, LATENT_FP8, ROW_CODES, LATENT_CODES, GQA)}
 COMPILE_TIMEOUT = 300.0  # seconds for one job
 STARTUP = 180.0  # seconds for a process to start: it imports torch and TileLang, and starts CUDA
 OUT_OF_TIME = "out of time: the run ended first"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernels import GroupQuantizer
+from mha2mla.kernels import RowQuantizer
 from mha2mla.modeling.pages import PageCopy
 
 PAGE_SIZE = 64
@@ -125,9 +125,9 @@ def latent_layout(geometry: MLAGeometry, page_size: int, dtype: torch.dtype = to
     return CacheLayout(name, (latent, *_rope(geometry, dtype)), page_size)
 
 
-def quantizer_of(geometry: MLAGeometry) -> GroupQuantizer:
+def quantizer_of(geometry: MLAGeometry) -> RowQuantizer:
     """The codes of a layer's cached latents."""
-    return GroupQuantizer(geometry.latent_bits, geometry.latent_group)
+    return RowQuantizer(geometry.latent_bits)
 
 
 def fp8_layout(geometry: MLAGeometry, page_size: int, dtype: torch.dtype = torch.bfloat16) -> CacheLayout:

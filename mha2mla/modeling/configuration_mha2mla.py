@@ -32,10 +32,9 @@ class MHA2MLAConfig(PreTrainedConfig):
         v_head_dim: d_v, value width of a head in the expanded form; the source's head width.
         rope_from_latent: no layer caches anything rotary: the rotary key is computed from the latent when it is read.
             Since schema version 2.
-        latent_bits: of a latent element in the caches of the package: 16 for the model's dtype; 8, 4 or 3 for integer
-            codes, whose basis the weights have; one number, or one per layer. May be changed to 16 at run time. This
-            file, other packages' caches and exports hold the model's dtype whatever it says.
-        latent_group: elements whose codes share a scale and an offset.
+        latent_bits: of a latent element in the caches of the package: 16 for the model's dtype; 8, 4, 3 or 2 for
+            integer codes, whose basis the weights have; one number, or one per layer. May be changed to 16 at run time.
+            This file, other packages' caches and exports hold the model's dtype whatever it says.
         qk_norm: the source normalises queries and keys before RoPE (Qwen3, Gemma 3, OLMo2).
         attention_q_bias, attention_kv_bias, attention_o_bias: the attention biases that exist.
         num_up_projection_heads: heads that W_UK and W_UV are given for; None: the source's kv heads.
@@ -87,7 +86,6 @@ class MHA2MLAConfig(PreTrainedConfig):
     num_up_projection_heads: int | None = None
     rope_from_latent: bool = False
     latent_bits: int | list[int] = 16
-    latent_group: int = 32
     qk_norm: bool = False
     attention_q_bias: bool = False
     attention_kv_bias: bool = False
@@ -219,7 +217,6 @@ class MHA2MLAConfig(PreTrainedConfig):
             "num_up_projection_heads": self.num_key_value_heads if up_heads is None else up_heads,
             "v_head_dim": self.v_head_dim,
             "rope_from_latent": self.rope_from_latent,
-            "latent_group": self.latent_group,
         }
 
     def layer_geometry(self, layer_idx: int) -> Any:

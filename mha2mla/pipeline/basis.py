@@ -17,7 +17,7 @@ from mha2mla.conversion.layer_walk import LayerWalk, converted_config
 from mha2mla.conversion.predictions import kl_divergence
 from mha2mla.conversion.resume import FinishedLayers
 from mha2mla.geometry import LATENT_BITS, MLAGeometry
-from mha2mla.kernels import GroupQuantizer
+from mha2mla.kernels import RowQuantizer
 from mha2mla.modeling.cache_layout import quantizer_of
 from mha2mla.pipeline.check import Plan
 from mha2mla.terminal import Span
@@ -40,8 +40,8 @@ def in_quantised_basis(
     tensors = _whole(plan, [layers[layer] for layer in range(len(geometries))])
     statistics = statistics_of(config, tensors, walk.windows, plan.model.device, progress)
     plan.model.source.release()
-    rule, group = plan.recipe.basis_rule, plan.recipe.latent.group
-    bases = {i: rule.basis(statistics[i], group) for i, each in enumerate(geometries) if each.has_codes}
+    rule = plan.recipe.basis_rule
+    bases = {i: rule.basis(statistics[i]) for i, each in enumerate(geometries) if each.has_codes}
     return lambda layer: bases[layer].fold(layers[layer]) if layer in bases else layers[layer]
 
 
@@ -61,8 +61,8 @@ def losses_of_codes(
     spec, device = plan.spec, plan.model.device
     config = converted_config(plan.opened.config, spec, (geometry,) * spec.num_layers, plan.recipe)
     statistics = statistics_of(config, _whole(plan, layers), windows, device, progress)
-    rule, group = plan.recipe.basis_rule, plan.recipe.latent.group
-    bases = [rule.basis(each, group) for each in statistics]
+    rule = plan.recipe.basis_rule
+    bases = [rule.basis(each) for each in statistics]
     folded = [basis.fold(layer) for basis, layer in zip(bases, layers, strict=True)]
     config.latent_bits = min(LATENT_BITS)  # the model has centers
     model = _loaded(config, _whole(plan, folded), device)
@@ -83,7 +83,7 @@ def losses_of_codes(
     return [{16: 0.0, **{bits: shares[bits] * each[bits] for bits in _CODES}} for each in errors]
 
 
-def _second_order(statistics: LatentStatistics, basis: LatentBasis, quantizer: GroupQuantizer) -> float:
+def _second_order(statistics: LatentStatistics, basis: LatentBasis, quantizer: RowQuantizer) -> float:
     """½ E[δᵀ F δ] over calibration tokens, in nats per token."""
     found = basis.decode(quantizer.round(basis.encode(statistics.rows), basis.centers))
     errors = (found - statistics.rows).double()

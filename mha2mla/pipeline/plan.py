@@ -18,6 +18,7 @@ from mha2mla.conversion.layer_walk import converted_config
 from mha2mla.conversion.recipe import Recipe, normalize_keys
 from mha2mla.conversion.source.opening import read_source_config
 from mha2mla.conversion.target import DEFAULT_LAYOUT, LayoutName
+from mha2mla.geometry import CODE_BLOCK, code_bytes
 from mha2mla.modeling.cache_layout import PAGE_SIZE, fp8_layout
 from mha2mla.modeling.tensor_parallel import HeadShard
 from mha2mla.pipeline.sizing import (
@@ -218,7 +219,7 @@ def _converted_row(
     whole = recipe.geometry(spec)
     budget = target["cache_ratio"] * 2 * whole.source_cache_numel_per_token
     if by_layer and whole.is_full_rank:  # some layers stay below it
-        less = target["cache_ratio"] * (1 - whole.latent_group / whole.kv_lora_rank)
+        less = code_bytes(whole.kv_lora_rank - CODE_BLOCK, whole.latent_bits) / (2 * whole.source_cache_numel_per_token)
         whole = Recipe.from_preset(recipe.preset, **target | {"cache_ratio": less}).geometry(spec)
     geometry = HeadShard.of(whole, 0, tp).geometry
     after = footprint(converted_config(config, spec, (whole,) * spec.num_layers, recipe), geometry, spec, tp)

@@ -278,7 +278,7 @@ def decode_kernel(geometry: MLAGeometry, capability: int, *, codes: bool = False
 
     shape, cache = DecodeShape.of(geometry, PAGE_SIZE, "bfloat16"), {"has_rope_cache": geometry.has_rope_cache}
     if geometry.has_codes:
-        row = code_bytes(geometry.kv_lora_rank, geometry.latent_bits, geometry.latent_group)
+        row = code_bytes(geometry.kv_lora_rank, geometry.latent_bits)
         coded = codes_selection.CodedShape(*astuple(shape), row)
         with suppress(ValueError):  # no kernel fits
             if not codes_selection.refusal(coded, **cache):

@@ -15,20 +15,20 @@ from torch import Tensor
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels.gqa_decode.api import GQA, plan_gqa_decode
 from mha2mla.kernels.gqa_decode.selection import GQAShape
-from mha2mla.kernels.group_codes.api import GroupQuantizer
 from mha2mla.kernels.mla_decode.api import (
     FP8,
-    GROUP_CODES,
     INT8_KEYS,
     LATENT,
     LATENT_CODES,
     LATENT_FP8,
     MLA,
+    ROW_CODES,
     plan_mla_decode,
 )
-from mha2mla.kernels.mla_decode.codes_selection import code_of
+from mha2mla.kernels.mla_decode.codes_selection import bits_of
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent, quantize_keys, quantize_latent
 from mha2mla.kernels.rope_append.api import LatentRope, kept_keys, rotary_keys
+from mha2mla.kernels.row_codes.api import RowQuantizer
 from mha2mla.kernels.split_kv.choice import TILE_TOKENS
 from mha2mla.kernels.split_kv.op import PagedOp, compiled_shape
 from mha2mla.kernels.split_kv.plan import DecodePlan
@@ -286,21 +286,20 @@ class KeyCodesProblem(LatentProblem):
 
 
 @dataclass(frozen=True)
-class GroupCodesProblem(Problem):
+class RowCodesProblem(Problem):
     """One decode call over integer codes of ``bits`` bits and rotary keys; every third is near the second center."""
 
     bits: int = 4
-    group: int = 32
 
-    op = GROUP_CODES
+    op = ROW_CODES
 
     @property
     def geometry(self) -> MLAGeometry:
-        return replace(super().geometry, latent_bits=self.bits, latent_group=self.group)
+        return replace(super().geometry, latent_bits=self.bits)
 
     @property
-    def quantizer(self) -> GroupQuantizer:
-        return GroupQuantizer(self.bits, self.group)
+    def quantizer(self) -> RowQuantizer:
+        return RowQuantizer(self.bits)
 
     @property
     def columns(self) -> dict[str, int]:
@@ -317,7 +316,7 @@ class GroupCodesProblem(Problem):
 
 
 @dataclass(frozen=True)
-class LatentCodesProblem(GroupCodesProblem, LatentProblem):
+class LatentCodesProblem(RowCodesProblem, LatentProblem):
     """One decode call over integer codes alone, from which rotary keys are computed."""
 
     op = LATENT_CODES
@@ -408,7 +407,7 @@ def with_keys(inputs: dict[str, Any], dtype: torch.dtype = torch.float64) -> dic
     """
     if inputs.get("centers") is not None:
         width, centers = inputs["q_latent"].shape[-1], inputs["centers"]
-        quantizer = GroupQuantizer(*code_of(width, inputs["latent_cache"].shape[-1]))
+        quantizer = RowQuantizer(bits_of(width, inputs["latent_cache"].shape[-1]))
         latent = quantizer.decode(inputs["latent_cache"], width, dtype, centers)
         inputs = {name: value for name, value in inputs.items() if name != "centers"} | {"latent_cache": latent}
     if inputs.get("latent_scale") is not None:  # in float64: no 16-bit type holds products of e4m3 codes

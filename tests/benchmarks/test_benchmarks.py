@@ -15,7 +15,7 @@ from benchmarks.shapes import SpeedCase, Target, decode_case, decode_cases, fp8_
 from mha2mla.kernels.attention_varlen.warp_specialised import hopper_tiling
 from mha2mla.kernels.mla_decode.api import FP8
 from mha2mla.kernels.split_kv.op import compiled_shape
-from mha2mla.testing.problems import GroupCodesProblem, LatentProblem, Problem
+from mha2mla.testing.problems import LatentProblem, Problem, RowCodesProblem
 
 
 def test_every_shape_has_a_name_and_a_kernel():
@@ -37,7 +37,7 @@ STORED, LATENT = Problem(4, 1, 48, 24, (130,) * 2, slack=0), LatentProblem(4, 1,
     ("measure", "problem"),
     [
         *((decode.measure, STORED), (decode.measure_fp8, STORED), (latent_decode.measure, LATENT)),
-        (codes_decode.measure, GroupCodesProblem(4, 1, 64, 16, (70,) * 2, slack=0)),
+        (codes_decode.measure, RowCodesProblem(4, 1, 64, 16, (70,) * 2, slack=0)),
     ],
 )
 def test_measure_checks_and_times_one_shape(measure, problem, monkeypatch):

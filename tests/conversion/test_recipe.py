@@ -184,10 +184,10 @@ def test_rotary_keys_of_the_latent_are_as_wide_as_fast_kernels_go(kv_heads, head
 
 @pytest.mark.parametrize(
     ("bits", "ratio", "rope"),
-    [(4, 0.08, 128), (4, 0.085, 64), ("auto", 0.0625, 128), ("auto", 0.08, 64), ([4], 0.08, 64)],
+    [(4, 0.064, 128), (4, 0.08, 64), ("auto", 0.032, 128), ("auto", 0.04, 64), ([4], 0.04, 64)],
 )
 def test_rotary_keys_of_codes_are_as_wide_as_their_kernels_go(bits, ratio, rope):
-    """128 of up to 512 elements; those that 3 bits hold where bits are by layer."""
+    """128 of up to 512 elements; those that 2 bits hold where bits are by layer."""
     source = spec(**{**SMOLLM2, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128})
     ranks = {"latent.ranks": [64]} if isinstance(bits, list) else {}
     recipe = MinimalRecipe(layout="latent", cache_ratio=ratio, **{"latent.bits": bits}, **ranks)

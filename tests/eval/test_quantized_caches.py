@@ -107,7 +107,7 @@ def test_bytes_are_codes_scales_offsets_and_newest_tokens(codes, length, share):
     assert codes.share(length, head_dim=64) == pytest.approx(share)
 
 
-CODES = LatentCodes(bits=4, group=8)
+CODES = LatentCodes(bits=4)
 
 
 def quantized_latent(case, codes=CODES):
@@ -131,25 +131,25 @@ def test_rows_are_coded_from_the_nearer_center():
     found = quantized_latent("latent")
     basis = found.bases[0]
     near = basis.decode(basis.centers[:, None] + 1e-3 * torch.randn(2, 5, 24, dtype=torch.float64))
-    alone = QuantizedLatent(found.model, LatentCodes(bits=4, group=8, sinks=False), found.bases)
+    alone = QuantizedLatent(found.model, LatentCodes(bits=4, sinks=False), found.bases)
     lost = [(each.round(near, 0) - near).square().sum((-1, -2)) for each in (found, alone)]
     assert lost[0][1] < 0.1 * lost[1][1] and torch.equal(lost[0][0], lost[1][0])
 
 
 @torch.no_grad()
-def test_bytes_are_codes_scales_and_offsets():
+def test_bytes_are_codes_and_scales():
     found = quantized_latent("latent per layer")
     config = found.model.config
-    coded = sum(-(-width // 8) * (8 * 4 + 32) for width in config.kv_lora_rank)
-    assert found.share(24) == pytest.approx(coded / (8 * config.source_cache_bytes_per_token(2)))
+    coded = sum(-(-width // 32) * 32 * 4 // 8 + 4 for width in config.kv_lora_rank)
+    assert found.share(24) == pytest.approx(coded / config.source_cache_bytes_per_token(2))
 
 
 @torch.no_grad()
 def test_rotary_keys_beside_a_latent_count_as_16_bits():
-    found = quantized_latent("per-group", LatentCodes(bits=8, group=8))
+    found = quantized_latent("per-group", LatentCodes(bits=8))
     geometry = found.model.config.layer_geometry(0)
-    coded = geometry.kv_lora_rank // 8 * (8 * 8 + 32) + 16 * geometry.rope_width
-    assert found.share(24) == pytest.approx(coded / (16 * geometry.source_cache_numel_per_token))
+    coded = -(-geometry.kv_lora_rank // 32) * 32 + 4 + 2 * geometry.rope_width
+    assert found.share(24) == pytest.approx(coded / (2 * geometry.source_cache_numel_per_token))
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,6 @@ def test_rotary_keys_beside_a_latent_count_as_16_bits():
         (KVCodes, {"bits": 4, "group": 1}, "group is 1; expected at least 2"),
         (LatentCodes, {"bits": 0}, "bits is 0"),
         (LatentCodes, {"bits": 4, "basis": "fourier"}, "basis is 'fourier'; expected one of"),
-        (LatentCodes, {"bits": 4, "scale_bits": 12}, "scale_bits is 12; expected one of"),
     ],
 )
 def test_bad_codes_are_refused_by_name(codes, wrong, message):

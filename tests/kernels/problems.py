@@ -12,7 +12,7 @@ from mha2mla.kernels.gqa_decode import selection as gqa_selection
 from mha2mla.kernels.gqa_decode.api import GQA
 from mha2mla.kernels.mla_decode import codes_selection
 from mha2mla.kernels.mla_decode import selection as mla_selection
-from mha2mla.kernels.mla_decode.api import GROUP_CODES, LATENT_CODES
+from mha2mla.kernels.mla_decode.api import LATENT_CODES, ROW_CODES
 from mha2mla.kernels.split_kv.choice import FIELDS, KernelChoice
 from mha2mla.kernels.split_kv.op import PagedOp
 from mha2mla.kernels.split_kv.reference import Fragment, attended_span, plan_fragments, write_schedule
@@ -58,8 +58,8 @@ def kernels_of(op: PagedOp, shape, capability: int) -> list[KernelChoice]:
     """Every configuration that could serve a shape, the rule's choice first."""
     if op is GQA:
         return gqa_selection.list_kernels(shape, capability)
-    if op in (GROUP_CODES, LATENT_CODES):
-        return codes_selection.list_kernels(shape, capability, has_rope_cache=op is GROUP_CODES)
+    if op in (ROW_CODES, LATENT_CODES):
+        return codes_selection.list_kernels(shape, capability, has_rope_cache=op is ROW_CODES)
     how = {"has_rope_cache": "rope_cache" in op.names}
     how |= {"codes": "latent_scale" in op.names, "key_codes": "rope_scale" in op.names}
     return mla_selection.list_kernels(shape, capability, **how)

@@ -15,12 +15,12 @@ from mha2mla.testing.kernel_check import draw_cases
 from mha2mla.testing.numeric_check import errors
 from mha2mla.testing.problems import (
     GQAProblem,
-    GroupCodesProblem,
     KeyCodesProblem,
     LatentCodesProblem,
     LatentProblem,
     PagedProblem,
     Problem,
+    RowCodesProblem,
     exact,
     with_keys,
 )
@@ -133,19 +133,19 @@ STORED_CODES = [
     Problem(1, 1, 16, 8, (1, 300), codes=True),
     Problem(24, 24, 320, 16, (3, 190), codes=True),
 ]
-GROUP_CODES = [
-    GroupCodesProblem(32, 1, 512, 64, (*EDGES, 127, 128, 129, 2000)),
-    GroupCodesProblem(32, 1, 512, 64, (0, 1, 15, 16, 17, 700), page_size=16, bits=8),
-    GroupCodesProblem(28, 1, 512, 128, (65, 3000), bits=8),
-    GroupCodesProblem(28, 1, 512, 128, (65, 300), bits=3),
-    GroupCodesProblem(9, 1, 192, 64, (5, 300, 4000)),
-    GroupCodesProblem(9, 1, 192, 64, (5, 300), page_size=128, bits=8),
-    GroupCodesProblem(14, 2, 96, 16, (65, 300), page_size=32, bits=3),
-    GroupCodesProblem(64, 1, 448, 64, (65, 300), group=64),
-    GroupCodesProblem(1, 1, 32, 8, (1, 300)),
-    GroupCodesProblem(32, 1, 1024, 64, (*EDGES, 4096)),
-    GroupCodesProblem(32, 1, 1024, 64, (65, 2000), page_size=16, bits=8),
-    GroupCodesProblem(16, 1, 640, 32, (65, 300), bits=3),
+ROW_CODES = [
+    RowCodesProblem(32, 1, 512, 64, (*EDGES, 127, 128, 129, 2000)),
+    RowCodesProblem(32, 1, 512, 64, (0, 1, 15, 16, 17, 700), page_size=16, bits=8),
+    RowCodesProblem(28, 1, 512, 128, (65, 3000), bits=8),
+    RowCodesProblem(28, 1, 512, 128, (65, 300), bits=3),
+    RowCodesProblem(9, 1, 192, 64, (5, 300, 4000)),
+    RowCodesProblem(9, 1, 192, 64, (5, 300), page_size=128, bits=8),
+    RowCodesProblem(14, 2, 96, 16, (65, 300), page_size=32, bits=3),
+    RowCodesProblem(64, 1, 448, 64, (65, 300), bits=2),
+    RowCodesProblem(1, 1, 32, 8, (1, 300)),
+    RowCodesProblem(32, 1, 1024, 64, (*EDGES, 4096)),
+    RowCodesProblem(32, 1, 1024, 64, (65, 2000), page_size=16, bits=8),
+    RowCodesProblem(16, 1, 640, 32, (65, 300), bits=3),
 ]
 COMPUTED_CODES = [
     LatentCodesProblem(*WS, (*EDGES, 4096)),
@@ -154,7 +154,7 @@ COMPUTED_CODES = [
     LatentCodesProblem(32, 1, 1024, 64, (*EDGES, 4096), shuffled=True),
     LatentCodesProblem(28, 1, 512, 128, (65, 3000), bits=8),
     LatentCodesProblem(28, 1, 448, 128, (65, 300), bits=3),
-    LatentCodesProblem(9, 1, 192, 64, (5, 300, 4000), first_position=131072, group=64),
+    LatentCodesProblem(9, 1, 192, 64, (5, 300, 4000), first_position=131072, bits=2),
     LatentCodesProblem(14, 1, 320, 96, (65, 300), page_size=32, bits=3),
     LatentCodesProblem(1, 1, 32, 8, (1, 300), page_size=128, bits=8),
 ]
@@ -169,9 +169,9 @@ KEY_CODES = [
     KeyCodesProblem(1, 1, 8, 16, (1, 300)),
     KeyCodesProblem(128, 1, 512, 64, (65, 300)),
 ]
-EVERY_RUN = [*STORED, *GQA, *LATENT[:11], *LATENT_CODES[:4], *STORED_CODES, *GROUP_CODES, *COMPUTED_CODES, *KEY_CODES]
+EVERY_RUN = [*STORED, *GQA, *LATENT[:11], *LATENT_CODES[:4], *STORED_CODES, *ROW_CODES, *COMPUTED_CODES, *KEY_CODES]
 # One problem an op.
-OPS = [STORED[2], GQA[1], LATENT[0], LATENT_CODES[0], STORED_CODES[0], GROUP_CODES[0], COMPUTED_CODES[0], KEY_CODES[0]]
+OPS = [STORED[2], GQA[1], LATENT[0], LATENT_CODES[0], STORED_CODES[0], ROW_CODES[0], COMPUTED_CODES[0], KEY_CODES[0]]
 
 
 def check(problem: PagedProblem, dtype=torch.bfloat16, planned: bool = False) -> torch.Tensor:
@@ -198,7 +198,7 @@ def test_no_shape_reads_poison_or_drops_heads(problem):
 
 FLOAT16 = [
     *(STORED[0], STORED[4], STORED[9], *STORED[23:26], *GQA[1:3], LATENT[1], STORED_CODES[0]),
-    *(GROUP_CODES[0], GROUP_CODES[5], COMPUTED_CODES[1], COMPUTED_CODES[3], KEY_CODES[0], KEY_CODES[2]),
+    *(ROW_CODES[0], ROW_CODES[5], COMPUTED_CODES[1], COMPUTED_CODES[3], KEY_CODES[0], KEY_CODES[2]),
 ]
 
 
@@ -217,9 +217,9 @@ NEW_TOKENS = [
     LatentProblem(*WIDE, (), codes=True),
     Problem(16, 1, 512, 64, (), codes=True),
     Problem(6, 2, 64, 16, (), codes=True),
-    GroupCodesProblem(32, 1, 512, 64, ()),
-    GroupCodesProblem(32, 1, 1024, 64, ()),
-    GroupCodesProblem(6, 2, 64, 16, (), bits=8),
+    RowCodesProblem(32, 1, 512, 64, ()),
+    RowCodesProblem(32, 1, 1024, 64, ()),
+    RowCodesProblem(6, 2, 64, 16, (), bits=8),
     LatentCodesProblem(*WS, ()),
     LatentCodesProblem(*WIDE, (), bits=8),
     LatentCodesProblem(32, 1, 1024, 64, (), bits=3),
@@ -253,9 +253,9 @@ WINDOWED = [
     LatentProblem(*HALVES, ()),
     *LATENT_CODES[:2],
     STORED_CODES[0],
-    GROUP_CODES[0],
-    GROUP_CODES[1],
-    GroupCodesProblem(32, 1, 1024, 64, ()),
+    ROW_CODES[0],
+    ROW_CODES[1],
+    RowCodesProblem(32, 1, 1024, 64, ()),
     COMPUTED_CODES[0],
     COMPUTED_CODES[2],
     KEY_CODES[0],
@@ -474,10 +474,10 @@ CANDIDATES = [
     *GQA[:4],
     LATENT[1],
     LATENT[3],
-    GroupCodesProblem(32, 1, 512, 64, SIX),
-    GroupCodesProblem(9, 1, 192, 64, SIX, page_size=16, bits=8),
-    GroupCodesProblem(14, 2, 96, 16, SIX, bits=3, seqlen_q=2),
-    GroupCodesProblem(32, 1, 1024, 64, SIX),
+    RowCodesProblem(32, 1, 512, 64, SIX),
+    RowCodesProblem(9, 1, 192, 64, SIX, page_size=16, bits=8),
+    RowCodesProblem(14, 2, 96, 16, SIX, bits=3, seqlen_q=2),
+    RowCodesProblem(32, 1, 1024, 64, SIX),
 ]
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mha2mla.kernels import (
-    GroupQuantizer,
+    RowQuantizer,
     append_codes,
     attention_combine,
     gqa_attention,
@@ -20,11 +20,11 @@ from mha2mla.kernels import (
 from mha2mla.testing.prefill_problems import PrefillProblem
 from mha2mla.testing.problems import (
     GQAProblem,
-    GroupCodesProblem,
     KeyCodesProblem,
     LatentCodesProblem,
     LatentProblem,
     Problem,
+    RowCodesProblem,
 )
 from tests.kernels.attention_varlen.problems import call as prefill
 from tests.kernels.mixed_attention.problems import SCALE, WIDTHS, gqa_plan, gqa_problem
@@ -40,7 +40,7 @@ DECODED = [
     LatentProblem(6, 1, 24, 8, **PAGED, scaling=1.3),
     LatentProblem(6, 1, 32, 8, **PAGED, shuffled=True, codes=True),
     KeyCodesProblem(6, 1, 24, 16, **PAGED),
-    GroupCodesProblem(6, 1, 64, 8, **PAGED),
+    RowCodesProblem(6, 1, 64, 8, **PAGED),
     LatentCodesProblem(6, 1, 64, 8, **PAGED),
     GQAProblem(6, 2, 24, 16, **PAGED),
 ]
@@ -99,7 +99,7 @@ def appended():
 
 
 def coded():
-    quantizer, latent, centers = GroupQuantizer(4, 32), torch.randn(11, 64), torch.randn(2, 64)
+    quantizer, latent, centers = RowQuantizer(4), torch.randn(11, 64), torch.randn(2, 64)
     cache = torch.zeros(PAGES, PAGE, quantizer.bytes_per_row(64), dtype=torch.uint8)
     append_codes(latent, cache, torch.arange(11).int(), quantizer, centers)
     read_codes(cache, torch.arange(4).int().view(2, 2), 64, quantizer, centers, torch.float32)

@@ -132,7 +132,7 @@ def test_gradients_pass_codes_straight_through():
 
 def test_bytes_are_of_codes_scales_and_kept_keys():
     config = models.mla_config("latent per layer", latent_bits=[4, 3], kv_lora_rank=[64, 40], qk_rope_head_dim=[4, 6])
-    each = [2 * (16 + 4), 2 * (12 + 4)]  # 40 are padded to two groups
+    each = [64 * 4 // 8 + 4, 64 * 3 // 8 + 4]  # 40 are padded to 64
     assert config.cache_bytes_per_token(2) == sum(each) and cache_bytes(config, 5, 2) == 5 * sum(each)
     config.rotary_key_cache = "bfloat16"
     assert config.cache_bytes_per_token(2) == sum(each) + 2 * (4 + 6)

@@ -83,10 +83,10 @@ def test_plan_gives_the_step_by_rotary_width():
 
 
 def test_plan_counts_the_bytes_of_codes():
-    """Of 1,024 cached elements, 512 in 4 bits with scales and offsets take 0.156 of the bytes."""
+    """Of 1,024 cached elements, 640 in 4 bits with a scale take 0.158 of the bytes."""
     found = plan("qwen2.5-7b", gpu="h200-141gb", cache_ratios=(0.16,), latent_bits=4)
     row = found.rows[1]
-    assert (row["d_c"], row["bits"], row["bytes_per_token"]) == (512, 4, 28 * 16 * (16 + 4))
+    assert (row["d_c"], row["bits"], row["bytes_per_token"]) == (640, 4, 28 * (320 + 4))
     assert "step_ms_1" not in row and row["note"] is None and row["loss"] == "not measured"
     assert "--latent.bits 4" in found.commands[0] and row["kernel"] == "codes_latent_cluster"
     (_, older) = plan("qwen2.5-7b", gpu="a100-80gb", cache_ratios=(0.16,), latent_bits=4).rows

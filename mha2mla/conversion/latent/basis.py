@@ -2,7 +2,7 @@
 
 A latent has no basis of its own: c' = M c costs nothing, since M joins the encoder's rows and M⁻¹ the maps that read
 the latent. With the covariance C of c and the importance F = E[g gᵀ] (g the gradient of the log-likelihood with respect
-to c), codes of a rotated c' whose groups all have the same bits lose about tr(F S⁻¹) tr(C S), S = Mᵀ M.
+to c), codes of a rotated c' lose about tr(F S⁻¹) tr(C S), S = Mᵀ M.
 
 Codes of a row are of its difference from the nearest of two centers: the mean of ordinary tokens, and that of first
 tokens, which are attention sinks in most layers: nearly the same latent whatever the token, and any error in it reaches
@@ -29,7 +29,7 @@ RIDGE = 1e-3  # relative to the mean eigenvalue
 MAX_CONDITION = 64.0  # condition of M, by which a basis amplifies 16-bit rounding
 OUTLYING_ENERGY = 10.0  # times the median: rows beyond do not count in statistics
 FIRST_TOKENS = 256  # sampled to find the center of sinks
-# Largest element of c' on the calibration text: scales and offsets of codes are float16, which ends at 65,504.
+# Largest element of c' on the calibration text: a model in float16 ends at 65,504.
 LARGEST = 2.0**13
 
 
@@ -100,16 +100,13 @@ class BasisRule(RecipeObject, ABC):
     keyword: ClassVar[str] = "basis"
 
     @abstractmethod
-    def encoder(self, statistics: LatentStatistics, group: int) -> Tensor:
-        """M [d_c, d_c], float64 on the statistics' device; the same statistics must give the same M.
+    def encoder(self, statistics: LatentStatistics) -> Tensor:
+        """M [d_c, d_c], float64 on the statistics' device; the same statistics must give the same M, whose
+        condition is best bounded by :data:`MAX_CONDITION`. A row has one scale, so that M is best rotated."""
 
-        Args:
-            group: elements that share a scale; the condition of M is best bounded by :data:`MAX_CONDITION`.
-        """
-
-    def basis(self, statistics: LatentStatistics, group: int) -> LatentBasis:
+    def basis(self, statistics: LatentStatistics) -> LatentBasis:
         """M times a power of two that gives c' elements of about 1, and the centers."""
-        encoder = self.encoder(statistics, group)
+        encoder = self.encoder(statistics)
         found = (statistics.rows, statistics.first, statistics.outlying)
         rows, first, outlying = (each.double() @ encoder.mT for each in found)
         center = statistics.mean @ encoder.mT
@@ -128,7 +125,7 @@ class BasisRule(RecipeObject, ABC):
 class Plain(BasisRule):
     """The latent as the low-rank rule made it."""
 
-    def encoder(self, statistics: LatentStatistics, group: int) -> Tensor:
+    def encoder(self, statistics: LatentStatistics) -> Tensor:
         return torch.eye(len(statistics.mean), dtype=torch.float64, device=statistics.mean.device)
 
 
@@ -139,23 +136,8 @@ class Rotation(BasisRule):
 
     seed: int = 0
 
-    def encoder(self, statistics: LatentStatistics, group: int) -> Tensor:
+    def encoder(self, statistics: LatentStatistics) -> Tensor:
         return _rotation(len(statistics.mean), self.seed, statistics.mean.device)
-
-
-@register("components")
-@dataclass(frozen=True)
-class Components(BasisRule):
-    """Principal components in groups of like variance, rotated inside a group."""
-
-    seed: int = 0
-
-    def encoder(self, statistics: LatentStatistics, group: int) -> Tensor:
-        width, device = len(statistics.mean), statistics.mean.device
-        directions = torch.linalg.eigh(statistics.covariance)[1].flip(-1)
-        sizes = [min(group, width - first) for first in range(0, width, group)]
-        rotations = [_rotation(size, self.seed + index * group, device) for index, size in enumerate(sizes)]
-        return torch.block_diag(*rotations) @ directions.mT
 
 
 @register("importance")
@@ -170,7 +152,7 @@ class Importance(BasisRule):
     power: float = 0.5
     seed: int = 0
 
-    def encoder(self, statistics: LatentStatistics, group: int) -> Tensor:
+    def encoder(self, statistics: LatentStatistics) -> Tensor:
         return _rotated_root(_ridged(statistics.importance), self.power, self.seed)
 
 
@@ -181,7 +163,7 @@ class Balanced(BasisRule):
 
     seed: int = 0
 
-    def encoder(self, statistics: LatentStatistics, group: int) -> Tensor:
+    def encoder(self, statistics: LatentStatistics) -> Tensor:
         shape = _geometric_mean(_ridged(statistics.importance), _ridged(statistics.covariance))
         return _rotated_root(shape, 1.0, self.seed)
 

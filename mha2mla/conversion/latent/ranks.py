@@ -23,12 +23,13 @@ from mha2mla.conversion.layer_walk import LayerWalk, block_forward, computed, to
 from mha2mla.conversion.predictions import kl_divergence
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.conversion.target import GRANULE, fast_rank
-from mha2mla.geometry import LATENT_BITS, MLAGeometry, code_bytes
+from mha2mla.geometry import CODE_BLOCK, LATENT_BITS, MLAGeometry, coded_width
 from mha2mla.terminal import Span, progress_bar, split
 
 # Shares of the uniform rank at which layers are measured. No layer gets less than the first: below it a loss can
 # rise far faster than between two (layer 0 of Qwen2.5-0.5B, rank 80 to 32: 11 times; from 80 and 128 one expects 1.8).
 FACTORS = (0.25, 0.6, 1.0, 1.5)
+WIDEST_MEAN = 0.6  # of the full rank: what the uniform rank counts as at most, where bits are chosen too
 MOST = 2.0  # most that a layer may get, over the uniform rank
 STEPS = 100  # gradient steps of a measurement; closed forms alone flatter the layers that gradients help least
 _STEP_TOKENS = 2048  # most that such a step takes, but for a whole block
@@ -58,14 +59,15 @@ def choose_layer_ranks(
             bits that are ``"auto"``.
     """
     geometry, is_auto = walk.geometries[0], walk.recipe.latent.bits == "auto"
-    group, source = geometry.latent_group, 2 * geometry.source_cache_numel_per_token
     budget, mean, bits = geometry.cache_bytes_per_token(2), geometry.kv_lora_rank, [geometry.latent_bits]
     # Few steps make few geometries, and each is a compilation of the decode kernel.
     step = next((step for step in (64, 32, 16) if mean >= 5 * step), GRANULE)
-    step = group if is_auto or geometry.has_codes else step
+    step = CODE_BLOCK if is_auto or geometry.has_codes else step
     if is_auto:  # the narrowest codes hold the widest latent
-        budget, bits = math.floor(walk.recipe.target.cache_ratio * source + 1e-9), sorted(LATENT_BITS)
-        mean = budget // code_bytes(group, bits[0], group) * group
+        source, bits = 2 * geometry.source_cache_numel_per_token, sorted(LATENT_BITS)
+        budget = math.floor(walk.recipe.target.cache_ratio * source + 1e-9)
+        # Where it is wide, measured ranks still differ: a loss at full rank alone says nothing of a smaller one.
+        mean = min(coded_width(budget, bits[0]), math.floor(WIDEST_MEAN * geometry.full_kv_lora_rank / step) * step)
     most = most_rank(replace(geometry, latent_bits=min(bits)), step, mean)
     ranks = sorted({min(most, max(step, round(factor * mean / step) * step)) for factor in FACTORS})
     fitted, judged = walk.windows.divided(_FITTED_TOKENS, _JUDGED_TOKENS)

@@ -94,7 +94,7 @@ _OPS = {
         ("mla_decode_int8_keys", None, KEY_CODES),
     )
 }
-MLA, FP8, GROUP_CODES, LATENT, LATENT_FP8, LATENT_CODES, INT8_KEYS = _OPS.values()
+MLA, FP8, ROW_CODES, LATENT, LATENT_FP8, LATENT_CODES, INT8_KEYS = _OPS.values()
 
 
 def _op(latent_dtype: torch.dtype | None, keys: bool | torch.dtype) -> PagedOp:
@@ -149,7 +149,7 @@ def mla_decode(
             scales and k_pe are three tensors, so each is one dense copy for the tensor-memory unit, and k_pe keeps its
             own dtype: d_c + 4 + 2 G d_r bytes a token, instead of 2 d_c + 2 G d_r. Queries are not quantised.
         centers: [2, d_c] of latents that are integer codes, latent_cache [P, page, bytes of a row] uint8
-            (:class:`GroupQuantizer` of 3, 4 or 8 bits in whole groups of 32 or 64), contiguous.
+            (:class:`RowQuantizer` of 2, 3, 4 or 8 bits in whole blocks of 32), contiguous.
         causal: new token s sees tokens before ``cache_seqlens - S_q + 1 + s`` (bottom-right aligned); else all.
         cache_starts: [B] int32, first visible token (left padding); None means 0.
         plan: from :func:`plan_mla_decode`, last refreshed with these ``cache_seqlens`` and ``cache_starts``: kernels
@@ -361,7 +361,7 @@ def decodes_codes(
     if not g.has_codes:
         return False
     sizes = {"H": g.num_attention_heads, "G": g.num_rope_heads, "d_c": g.kv_lora_rank, "d_r": g.qk_rope_head_dim}
-    sizes |= {"page": page_size, "S_q": seqlen_q, "row": code_bytes(g.kv_lora_rank, g.latent_bits, g.latent_group)}
+    sizes |= {"page": page_size, "S_q": seqlen_q, "row": code_bytes(g.kv_lora_rank, g.latent_bits)}
     op = _OPS[torch.uint8, g.has_rope_cache]
     served = dispatch(op, None, *[sizes[name] for name in op.static], dtype, torch.device(device))
     return served is not None and served[1].kernel != "codes_portable"

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 import tilelang.language as T
 
-from mha2mla.kernels.group_codes.kernel import RUN, CodedRow, Unit, dequantise, find_center
+from mha2mla.geometry import CODE_BLOCK
 from mha2mla.kernels.machine import GPU, WARPGROUP, Machine
 from mha2mla.kernels.mla_decode import latent_ws, swap_ab, swap_ab_cluster, swap_ab_ws
 from mha2mla.kernels.mla_decode.codes_selection import PIECE, CodedShape
 from mha2mla.kernels.mla_decode.static import MLATypes
 from mha2mla.kernels.mla_decode.swap_ab_ws import BLOCK, consume, make_streaming
+from mha2mla.kernels.row_codes.kernel import RUN, RUNS, CodedRow, Unit, dequantise
 from mha2mla.kernels.split_kv import device
 from mha2mla.kernels.split_kv.choice import KernelChoice
 
@@ -55,35 +56,26 @@ static __device__ __forceinline__ unsigned add_center(float low, float high, uns
   }
   return two;
 }
-template <int bits, int group, int groups>
-struct CodedUnit {  // elements 8 h to 8 h + 8 of group g, and those half a group further
-  static constexpr int group_words = group * bits / 32, row_words = groups * (1 + group_words);
-  static constexpr bool paired = groups % 2 == 0 && group_words % 2 == 0;
+template <int bits, int row_words>
+struct CodedUnit {  // elements 8 h to 8 h + 8 of block g, and those 16 further
   static constexpr float low_bias = bits == 8 ? 32768 : 128, high_bias = bits == 8 ? 32768 : 2048;
-  unsigned words[bits == 8 ? 4 : 2];
-  unsigned short offset, scale, first_scale;
+  static constexpr float middle = ((1 << bits) - 1) / 2.0f;
+  unsigned words[bits == 8 ? 4 : 2], scale;
 
-  __device__ __forceinline__ void load_two(unsigned* to, const int* from) {
-    if constexpr (paired) {
-      const int2 two = *reinterpret_cast<const int2*>(from);
-      to[0] = two.x, to[1] = two.y;
-    } else to[0] = from[0], to[1] = from[1];
-  }
   __device__ __forceinline__ void load(const int* row, int g, int h) {
-    const unsigned short* halves = reinterpret_cast<const unsigned short*>(row);
-    const int* own = row + groups + g * group_words;
-    offset = halves[g], scale = halves[groups + g], first_scale = halves[groups];
-    if constexpr (bits == 3) {  // brought into the order of 4 bits
-      constexpr int planes = group / 32;  // 2-bit words of a run: every so many runs share them
-      load_two(words, own + h % planes * 2);
-      const int* third = own + group / 16;
-      const int at = planes == 1 ? 2 * h : h;
-      const unsigned near = third[0], far = planes == 1 ? near >> 1 : third[1];
-      words[0] = (words[0] >> h / planes * 2 & 0x33333333) | (near >> at & 0x11111111) << 2;
-      words[1] = (words[1] >> h / planes * 2 & 0x33333333) | (far >> at & 0x11111111) << 2;
+    const int* own = row + 1 + g * bits;
+    scale = row[0];
+    if constexpr (bits < 4) {  // brought into the order of 4 bits
+      words[0] = static_cast<unsigned>(own[0]) >> 2 * h & 0x33333333;
+      words[1] = static_cast<unsigned>(own[1]) >> 2 * h & 0x33333333;
+      if constexpr (bits == 3) {
+        const unsigned third = static_cast<unsigned>(own[2]) >> 2 * h;
+        words[0] |= (third & 0x11111111) << 2;
+        words[1] |= (third >> 1 & 0x11111111) << 2;
+      }
     } else {
-      load_two(words, own + 2 * h);
-      if constexpr (bits == 8) load_two(words + 2, own + group / 8 + 2 * h);
+      words[0] = own[2 * h], words[1] = own[2 * h + 1];
+      if constexpr (bits == 8) words[2] = own[4 + 2 * h], words[3] = own[5 + 2 * h];
     }
   }
   // codes plus their bias: four of the low run and of the high one
@@ -106,9 +98,9 @@ struct CodedUnit {  // elements 8 h to 8 h + 8 of group g, and those half a grou
   }
   template <bool half>
   __device__ __forceinline__ void widen(unsigned (&two)[8], const unsigned* centers) const {
-    const float factor = widen_half(scale & 0x7fff), least = widen_half(offset);  // a sign is the center's
-    const float low_least = least - low_bias * factor, high_least = least - high_bias * factor;
-    const unsigned second = -(first_scale >> 15);
+    const float factor = __uint_as_float(scale & 0x7fffffff);  // the sign is the center's
+    const float low_least = -(low_bias + middle) * factor, high_least = -(high_bias + middle) * factor;
+    const unsigned second = -(scale >> 31);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float low[4], high[4];
@@ -125,12 +117,11 @@ struct CodedUnit {  // elements 8 h to 8 h + 8 of group g, and those half a grou
   }
 };
 // of a thread's columns: the first center, and in which bits the second one differs
-static __device__ __forceinline__ void load_centers(unsigned* centers, const void* first, const void* second,
-                                                    int between) {
+static __device__ __forceinline__ void load_centers(unsigned* centers, const void* first, const void* second) {
 #pragma unroll
   for (int u = 0; u < 2; ++u) {
-    const uint4 one = __ldg(static_cast<const uint4*>(first) + u * between);
-    const uint4 two = __ldg(static_cast<const uint4*>(second) + u * between);
+    const uint4 one = __ldg(static_cast<const uint4*>(first) + 2 * u);
+    const uint4 two = __ldg(static_cast<const uint4*>(second) + 2 * u);
     unsigned* to = centers + 4 * u;
     to[0] = one.x, to[1] = one.y, to[2] = one.z, to[3] = one.w;
     to[8] = one.x ^ two.x, to[9] = one.y ^ two.y, to[10] = one.z ^ two.z, to[11] = one.w ^ two.w;
@@ -138,10 +129,10 @@ static __device__ __forceinline__ void load_centers(unsigned* centers, const voi
 }
 // A thread's unit of the rows of a piece: 4 (pair / 2) + pair % 2 + 2 odd, and so on by ``pairs`` pairs; ``ahead`` are
 // loaded before any is stored. ``all``: every thread has a row in every round.
-template <bool half, int bits, int group, int groups, int pairs, bool all, int ahead>
+template <bool half, int bits, int row_words, int pairs, bool all, int ahead>
 static __device__ __forceinline__ void widen_piece(void* panel, const void* codes, const unsigned* centers, int pair,
                                                    int odd, int chunk, int g, int h, int held) {
-  using Unit = CodedUnit<bits, group, groups>;
+  using Unit = CodedUnit<bits, row_words>;
   constexpr int rounds = (8 + pairs - 1) / pairs;
 #pragma unroll(ahead > 1 ? rounds : 1)  // of fewer registers, where those are short
   for (int first = 0; first < rounds; first += ahead) {
@@ -155,10 +146,10 @@ static __device__ __forceinline__ void widen_piece(void* panel, const void* code
                                   : pair / 2 * 4 + pair % 2 + 2 * odd + (first + r) * pairs * 2;
       mine[r] = all || token < 16;
       const int row = all ? token : min(token, 15);
-      units[r].load(static_cast<const int*>(codes) + row * Unit::row_words, g, h);
+      units[r].load(static_cast<const int*>(codes) + row * row_words, g, h);
 #pragma unroll
       for (int u = 0; u < 2; ++u)
-        places[r][u] = static_cast<uint4*>(panel) + row * 8 + ((chunk + u * (group / 16)) ^ row % 8);
+        places[r][u] = static_cast<uint4*>(panel) + row * 8 + ((chunk + 2 * u) ^ row % 8);
     }
 #pragma unroll
     for (int r = 0; r < ahead; ++r) {
@@ -191,13 +182,13 @@ class CodedTypes(MLATypes):
 
 
 def coded_row(shape: CodedShape, on_cpu: bool = False) -> CodedRow:
-    return CodedRow(shape.kv_lora_rank, *shape.code, on_cpu, fused=True)
+    return CodedRow(shape.kv_lora_rank, shape.bits, on_cpu, fused=True)
 
 
 @dataclass(frozen=True)
 class PortableStatic(swap_ab.Static):
     def latent_source(self, call, memory):
-        return (read_tile, self, call, Unit(coded_row(self.shape, self.machine.on_cpu)), memory.c_tile)
+        return (read_tile, self, call, Unit(), memory.c_tile)
 
 
 @T.macro
@@ -211,12 +202,11 @@ def read_tile(work, t0, k, call, x, tile):
         for r in T.serial(-(-tokens * row.units // threads)):
             unit = r * threads + thread
             if unit < tokens * row.units:
-                i, g, h = unit // row.units, unit % row.units // row.runs, unit % row.runs
+                i, g, h = unit // row.units, unit % row.units // RUNS, unit % RUNS
                 at = (work.pages[u], (first + i) * k.shape.row_bytes)
                 dequantise(row, call.latent_cache, at, g, h, x)
-                find_center(row, call.latent_cache, at, x)
                 for e in T.unroll(2 * RUN):
-                    column = g * row.group + (h + e // RUN * row.runs) * RUN + e % RUN
+                    column = g * CODE_BLOCK + (h + e // RUN * RUNS) * RUN + e % RUN
                     tile[u * tokens + i, column] = x.values[e] + T.cast(call.centers[x.second[0], column], T.float32)
     if int(tile.shape[1]) > k.d_c:
         for i, d in k.machine.parallel(int(tile.shape[0]), int(tile.shape[1]) - k.d_c):
@@ -328,9 +318,9 @@ def widen(k, half, work, memory, call, thread):
     T.set_max_nreg(k.choice.registers[3], int(k.choice.registers[3] * k.choice.threads * k.choice.ctas_per_sm >= 65536))
     row, stages, code_stages = k.row, k.choice.num_stages, k.choice.code_stages
     centers = T.alloc_local([4 * RUN], "uint32")
-    own, h = k.unit(thread) // row.runs * row.group, k.unit(thread) % row.runs  # first column of its group
+    own, h = k.unit(thread) // RUNS * CODE_BLOCK, k.unit(thread) % RUNS  # first column of its block
     left = half * k.own_width + own  # beyond the latent's width: zeros
-    first, is_padding = T.min(left, k.d_c - row.group), T.cast(left >= k.d_c, T.int32)
+    first, is_padding = T.min(left, k.d_c - CODE_BLOCK), T.cast(left >= k.d_c, T.int32)
     column = own % k.slot_cols + h * RUN
     pair = T.if_then_else(thread < 2 * k.at_once * k.units, k.token(thread, 0) // 4 * 2 + k.token(thread, 0) % 2, PIECE)
     T.call_extern(
@@ -339,7 +329,6 @@ def widen(k, half, work, memory, call, thread):
         T.access_ptr(centers[0], "w", 4 * RUN),
         T.address_of(call.centers[0, first + h * RUN]),
         T.address_of(call.centers[1, first + h * RUN]),
-        row.runs,
     )
     for f in T.serial(work.fragments):
         device.read_fragment(work, f)
@@ -355,14 +344,14 @@ def widen(k, half, work, memory, call, thread):
                 T.barrier_wait(memory.codes_full[at], (m // code_stages) & 1)
                 T.call_extern(
                     "handle",
-                    f"widen_piece<{k.half}, {row.bits}, {row.group}, {row.groups}, {k.rounds}>",
+                    f"widen_piece<{k.half}, {row.bits}, {row.words}, {k.rounds}>",
                     T.access_ptr(memory.c_ring[slot, v * PIECE, column // 64 * 64], OPAQUE, 64 * PIECE),
                     T.access_ptr(memory.codes[at, 0, 0], "r", PIECE * row.words),
                     T.access_ptr(centers[0], "r", 4 * RUN),
                     pair,
                     thread // k.quads % 2,
                     column % 64 // RUN,
-                    first // row.group,
+                    first // CODE_BLOCK,
                     h,
                     T.if_then_else(is_padding != 0, 0, memory.held[at]),
                 )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
-from mha2mla.geometry import LATENT_GROUPS, code_bytes
+from mha2mla.geometry import CODE_BLOCK, code_bytes
 from mha2mla.kernels.mla_decode import selection
 from mha2mla.kernels.mla_decode.selection import (
     Candidates,
@@ -27,7 +27,7 @@ from mha2mla.kernels.split_kv.choice import (
     tile_rows,
 )
 
-BITS = (3, 4, 8)
+BITS = (2, 3, 4, 8)
 PIECE = 16  # coded rows that one bulk copy brings
 LOADING_REGISTERS = {1: 56, 2: 48}  # by CTAs a multiprocessor
 LEAST_WIDENING = 72  # registers of a thread that dequantises a unit of 16 elements
@@ -36,10 +36,9 @@ LEAN = ((0, 56), (0, 40), (selection.LEAN, 40), (20, 40))
 LEAST_WIDENING_KEYS = 56  # as LEAST_WIDENING, one unit at a time
 
 
-def code_of(width: int, row_bytes: int) -> tuple[int, int] | None:
-    """Bits and group of a coded row of ``width`` elements, which its bytes tell apart; None where they are no row's."""
-    formats = ((bits, group) for group in LATENT_GROUPS for bits in BITS if width % group == 0)
-    return next((code for code in formats if code_bytes(width, *code) == row_bytes), None)
+def bits_of(width: int, row_bytes: int) -> int | None:
+    """Bits of a coded row of ``width`` elements, which its bytes tell; None where they are no row's."""
+    return next((bits for bits in BITS if code_bytes(width, bits) == row_bytes), None)
 
 
 @dataclass(frozen=True)
@@ -49,16 +48,17 @@ class CodedShape(DecodeShape):
     row_bytes: int = 0
 
     @property
-    def code(self) -> tuple[int, int] | None:
-        """Same as :func:`code_of`."""
-        return code_of(self.kv_lora_rank, self.row_bytes)
+    def bits(self) -> int | None:
+        """Same as :func:`bits_of`."""
+        return bits_of(self.kv_lora_rank, self.row_bytes)
 
 
 def refusal(shape: CodedShape, *, has_rope_cache: bool = True) -> str | None:
     """Why no TileLang kernel serves a shape on any GPU, or None."""
     width, bits = shape.kv_lora_rank, " or ".join(map(str, BITS))
-    formats = f"kernels take codes of {bits} bits of whole groups of 32 or 64"
-    own = (shape.code is not None, f"a row of {width} elements has {shape.row_bytes} bytes", formats)
+    formats = f"kernels take codes of {bits} bits in whole blocks of {CODE_BLOCK} elements"
+    is_row = shape.bits is not None and width % CODE_BLOCK == 0
+    own = (is_row, f"a row of {width} elements has {shape.row_bytes} bytes", formats)
     return first_refusal((own,)) or selection.refusal(shape, has_rope_cache=has_rope_cache)
 
 

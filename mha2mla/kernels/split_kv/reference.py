@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.group_codes.api import GroupQuantizer
-from mha2mla.kernels.mla_decode.codes_selection import code_of
+from mha2mla.kernels.mla_decode.codes_selection import bits_of
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent
 from mha2mla.kernels.ops import accumulator
 from mha2mla.kernels.rope_append.api import LatentRope, kept_keys, rotary_keys
+from mha2mla.kernels.row_codes.api import RowQuantizer
 from mha2mla.kernels.split_kv.choice import FIELDS, FRAGMENT_TILES, TILE_TOKENS, Column
 
 
@@ -357,5 +357,5 @@ def _dequantised(q_latent: Tensor, latent_cache: Tensor, latent_scale: Tensor | 
     if latent_scale is not None:
         return dequantize_latent(latent_cache, latent_scale, dtype)
     if centers is not None:
-        return GroupQuantizer(*code_of(width, latent_cache.shape[-1])).decode(latent_cache, width, dtype, centers)
+        return RowQuantizer(bits_of(width, latent_cache.shape[-1])).decode(latent_cache, width, dtype, centers)
     return latent_cache

@@ -27,7 +27,7 @@ def source(tmp_path_factory):
 
 
 CHOICES = [(rank, bits) for rank in (32, 64, 96) for bits in (3, 4, 16)]
-SIZES = {(rank, bits): code_bytes(rank, bits, 32) if bits < 16 else 2 * rank for rank, bits in CHOICES}
+SIZES = {(rank, bits): code_bytes(rank, bits) if bits < 16 else 2 * rank for rank, bits in CHOICES}
 
 
 @settings(max_examples=60, deadline=None)
@@ -170,7 +170,7 @@ def test_a_checkpoint_of_auto_bits_generates_and_says_them(auto):
         ({"layout": "shared"}, "latent.bits is 'auto' in the shared layout"),
         ({"layout": "latent", "kv_lora_rank": 32, "qk_rope_head_dim": 8}, "with cache_ratio None; expected"),
         ({"latent_bits": [4, 4], "latent_ranks": [32]}, r"latent.bits is \[4, 4\]; expected as many as latent.ranks"),
-        ({"latent_bits": [4, 5]}, r"latent.bits is \[4, 5\]; expected one of 16, 8, 4, 3, 'auto' or a list"),
+        ({"latent_bits": [4, 5]}, r"latent.bits is \[4, 5\]; expected one of 16, 8, 4, 3, 2, 'auto' or a list"),
         ({"latent_bits": True}, "latent.bits is True"),
         ({"latent_ranks": [32, 32, 32]}, r"latent.ranks is \[32, 32, 32\]; expected .* beside latent.bits 'auto'"),
     ],
@@ -180,7 +180,7 @@ def test_bits_by_layer_that_do_not_fit_are_refused(keys, message):
         Recipe(**{"latent_bits": "auto", **keys})
 
 
-def test_auto_bits_refuse_less_than_a_group(source):
+def test_auto_bits_refuse_less_than_a_block(source):
     with pytest.raises(ValueError, match="cache_ratio is 0.03"):
         Recipe(cache_ratio=0.03, latent_bits="auto").geometry(walk_over(source, Recipe()).spec)
 

@@ -12,7 +12,7 @@ from mha2mla.kernels.mixed_attention import api
 from mha2mla.kernels.mixed_attention.api import MAX_PARTIALS, gather_rows
 from mha2mla.kernels.mla_decode.api import _up_project, mla_absorbed
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent, quantize_latent
-from mha2mla.testing.problems import GroupCodesProblem, with_keys
+from mha2mla.testing.problems import RowCodesProblem, with_keys
 from tests.gpu import no_waits
 from tests.kernels.mixed_attention.problems import (
     SCALE,
@@ -306,7 +306,7 @@ def test_no_synchronisation():
 @pytest.mark.parametrize("has_nope", [True, False])
 def test_codes_are_read_where_they_lie(has_nope):
     """As over the dequantised latents, with W_UK and without un-rotated queries."""
-    problem = GroupCodesProblem(6, 1, 64, 8, (70, 3), seqlen_q=2)
+    problem = RowCodesProblem(6, 1, 64, 8, (70, 3), seqlen_q=2)
     inputs = problem.inputs(torch.float64)
     q_pe, latent = inputs["q_pe"], with_keys(inputs)["latent_cache"]
     q_nope = torch.randn(*q_pe.shape[:3], 10 * has_nope, dtype=torch.float64)

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernels import GroupQuantizer, decodes_codes, mla_decode
-from mha2mla.kernels.mla_decode.api import GROUP_CODES, LATENT_CODES
-from mha2mla.kernels.mla_decode.codes_selection import code_of, refusal, select_kernel
+from mha2mla.kernels import RowQuantizer, decodes_codes, mla_decode
+from mha2mla.kernels.mla_decode.api import LATENT_CODES, ROW_CODES
+from mha2mla.kernels.mla_decode.codes_selection import bits_of, refusal, select_kernel
 from mha2mla.kernels.split_kv.choice import tile_rows
-from mha2mla.testing.problems import GroupCodesProblem, LatentCodesProblem
+from mha2mla.testing.problems import LatentCodesProblem, RowCodesProblem
 from tests.few import few
 from tests.kernels.compiled import for_cpu, gate_choice
 from tests.kernels.problems import (
@@ -30,26 +30,24 @@ from tests.kernels.test_cpu_target import compiled_combine
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 SHAPES = [
-    GroupCodesProblem(9, 1, 192, 64, (1, 63, 64, 65, 200)),
-    GroupCodesProblem(14, 2, 64, 16, (5, 70), page_size=16, bits=8, group=64),
-    GroupCodesProblem(6, 1, 96, 24, (129,), page_size=128, bits=3, seqlen_q=4),
-    GroupCodesProblem(4, 2, 128, 8, (70, 140, 64, 200, 90), starts=(1, 64, 63, 199, 90), bits=8),
-    GroupCodesProblem(5, 1, 1024, 16, (70, 1), bits=3, group=64),
-    GroupCodesProblem(4, 1, 64, 16, (0, 1, 500), window=70, sinks=5, page_size=32),
+    RowCodesProblem(9, 1, 192, 64, (1, 63, 64, 65, 200)),
+    RowCodesProblem(14, 2, 64, 16, (5, 70), page_size=16, bits=8),
+    RowCodesProblem(6, 1, 96, 24, (129,), page_size=128, bits=3, seqlen_q=4),
+    RowCodesProblem(4, 2, 128, 8, (70, 140, 64, 200, 90), starts=(1, 64, 63, 199, 90), bits=8),
+    RowCodesProblem(5, 1, 1024, 16, (70, 1), bits=2),
+    RowCodesProblem(4, 1, 64, 16, (0, 1, 500), window=70, sinks=5, page_size=32),
 ]
 COMPUTED = [
     LatentCodesProblem(9, 1, 192, 64, (1, 63, 64, 65, 200), bits=3, scaling=1.3),
-    LatentCodesProblem(14, 1, 64, 16, (5, 70), page_size=16, bits=8, group=64, shuffled=True),
+    LatentCodesProblem(14, 1, 64, 16, (5, 70), page_size=16, bits=8, shuffled=True),
     LatentCodesProblem(4, 1, 96, 24, (500, 129), page_size=128, seqlen_q=4, window=70, sinks=5),
 ]
 
 
-def test_bytes_of_a_row_tell_bits_and_group_apart():
-    for width in (32, 64, 192, 512, 1024):
-        groups = [group for group in (32, 64) if width % group == 0]
-        codes = [(bits, group) for bits in (3, 4, 8) for group in groups]
-        assert [code_of(width, GroupQuantizer(*code).bytes_per_row(width)) for code in codes] == codes
-    assert code_of(192, 192) is None and code_of(200, 200) is None
+def test_bytes_of_a_row_tell_its_bits():
+    for width, bits in product((32, 64, 192, 512, 1024), (2, 3, 4, 8)):
+        assert bits_of(width, RowQuantizer(bits).bytes_per_row(width)) == bits
+    assert bits_of(192, 192) is None and bits_of(200, 200) is None
 
 
 def test_codes_are_decoded_where_that_beat_a_copy():
@@ -63,7 +61,7 @@ def test_codes_are_decoded_where_that_beat_a_copy():
         assert decodes_codes(made, *call, "cuda", row["S_q"])
         assert not decodes_codes(made, *call, "cpu") and not decodes_codes(kept, *call, "cpu")
         assert not decodes_codes(replace(kept, latent_bits=16), *call, "cuda")
-        shape = GROUP_CODES.shape(row["H"], 1, row["d_c"], row["d_r"], row["page"], 1, row["row"], "bfloat16")
+        shape = ROW_CODES.shape(row["H"], 1, row["d_c"], row["d_r"], row["page"], 1, row["row"], "bfloat16")
         assert bits == 8 or select_kernel(shape, 90).kernel == row["kernel"]
     assert len(timed) == 10 and all(row["us"] < 0.6 * row["copy_us"] for row in timed)
     for width, rope in ((32, 128), (512, 128), (1024, 64)):  # docs/limits.md
@@ -78,10 +76,10 @@ def test_codes_are_decoded_where_that_beat_a_copy():
 def compiled_split(shape):
     from mha2mla.kernels.machine import Machine
 
-    choice = next(c for c in kernels_of(GROUP_CODES, shape, 90) if c.kernel == "codes_portable")
+    choice = next(c for c in kernels_of(ROW_CODES, shape, 90) if c.kernel == "codes_portable")
     tiling = tile_rows(shape.heads, shape.num_rope_heads, shape.seqlen_q, 32, 8)
     choice = replace(choice, tiling=tiling, threads=1)
-    return for_cpu(GROUP_CODES.make_split(replace(shape, dtype="float32"), choice, Machine(True)))
+    return for_cpu(ROW_CODES.make_split(replace(shape, dtype="float32"), choice, Machine(True)))
 
 
 @few("problem", SHAPES, count=4, ids=name)
@@ -94,7 +92,7 @@ def test_portable_kernel_on_cpu_target(problem):
 
 
 def test_no_page_inside_a_length_is_zeros():
-    problem = GroupCodesProblem(6, 1, 64, 8, (70, 200), page_size=16)
+    problem = RowCodesProblem(6, 1, 64, 8, (70, 200), page_size=16)
     inputs = problem.inputs(torch.float32)
     kernels = compiled_split(problem.shape("float32")), compiled_combine(6, 64, 64)
     holes, wide = inputs["block_table"].clone(), {**inputs}
@@ -118,24 +116,24 @@ def test_no_page_inside_a_length_is_zeros():
     ],
 )
 def test_refusals_name_the_argument(change, message):
-    inputs = GroupCodesProblem(4, 2, 32, 8, (5,)).inputs(torch.float32)
+    inputs = RowCodesProblem(4, 2, 32, 8, (5,)).inputs(torch.float32)
     with pytest.raises(ValueError, match=message):
         mla_decode(**inputs | change)
 
 
 def test_other_rows_are_refused():
-    assert "has 99 bytes" in refusal(GROUP_CODES.shape(4, 1, 64, 8, 64, 1, 99, "bfloat16"))
-    assert refusal(GROUP_CODES.shape(4, 1, 64, 8, 64, 1, 40, "bfloat16")) is None
+    assert "has 99 bytes" in refusal(ROW_CODES.shape(4, 1, 64, 8, 64, 1, 99, "bfloat16"))
+    assert refusal(ROW_CODES.shape(4, 1, 64, 8, 64, 1, 36, "bfloat16")) is None
 
 
 CHOSEN = [
-    (GroupCodesProblem(32, 1, 512, 64, ()), "bfloat16", "codes_ws"),
-    (GroupCodesProblem(9, 1, 192, 64, (), bits=3), "float16", "codes_ws"),
-    (GroupCodesProblem(32, 1, 1024, 64, ()), "bfloat16", "codes_cluster"),
-    (GroupCodesProblem(28, 1, 512, 128, (), bits=8), "bfloat16", "codes_ws"),
-    (GroupCodesProblem(32, 1, 512, 64, (), bits=8, page_size=16, seqlen_q=8), "bfloat16", "codes_ws"),
-    (GroupCodesProblem(14, 2, 96, 16, (), bits=4), "bfloat16", "codes_ws"),
-    (GroupCodesProblem(32, 1, 512, 64, (), bits=4), "bfloat16", "codes_portable"),
+    (RowCodesProblem(32, 1, 512, 64, ()), "bfloat16", "codes_ws"),
+    (RowCodesProblem(9, 1, 192, 64, (), bits=3), "float16", "codes_ws"),
+    (RowCodesProblem(32, 1, 1024, 64, ()), "bfloat16", "codes_cluster"),
+    (RowCodesProblem(28, 1, 512, 128, (), bits=8), "bfloat16", "codes_ws"),
+    (RowCodesProblem(32, 1, 512, 64, (), bits=8, page_size=16, seqlen_q=8), "bfloat16", "codes_ws"),
+    (RowCodesProblem(14, 2, 96, 16, (), bits=2), "bfloat16", "codes_ws"),
+    (RowCodesProblem(32, 1, 512, 64, (), bits=4), "bfloat16", "codes_portable"),
 ]
 COMPUTING = [
     (LatentCodesProblem(32, 1, 512, 64, ()), "bfloat16", "codes_latent_ws"),
@@ -162,7 +160,7 @@ def test_hoppers_alone_compute_keys_of_codes(problem, dtype, kernel):
         LATENT_CODES.select(problem.shape(dtype), 80)
 
 
-EACH = [*CHOSEN[:4], (GroupCodesProblem(16, 1, 640, 32, (), bits=3), "float16", "codes_cluster"), *COMPUTING[:4]]
+EACH = [*CHOSEN[:4], (RowCodesProblem(16, 1, 640, 32, (), bits=3), "float16", "codes_cluster"), *COMPUTING[:4]]
 
 
 @pytest.mark.parametrize("problem, dtype, kernel", EACH)
@@ -188,7 +186,7 @@ def test_every_chunk_of_rotary_keys_is_streamed():
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernels.mla_decode import codes
 
-    shape = GroupCodesProblem(32, 8, 1024, 64, ()).shape()
+    shape = RowCodesProblem(32, 8, 1024, 64, ()).shape()
     k = codes.ClusterStatic(shape, select_kernel(shape, 90))
     assert k.choice.kernel == "codes_cluster" and k.chunks == 2
     assert [k.rope_lefts(0, half) for half in range(2)] == [[0, 128], [256, 384]]

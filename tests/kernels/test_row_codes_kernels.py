@@ -9,29 +9,29 @@ import torch
 
 pytest.importorskip("tilelang", reason="TileLang is not installed")
 
-from mha2mla.kernels import GroupQuantizer, append_codes, read_codes
-from mha2mla.kernels.group_codes.kernel import make_append_codes, make_read_codes
+from mha2mla.kernels import RowQuantizer, append_codes, read_codes
 from mha2mla.kernels.machine import EXACT_PASS_CONFIGS
+from mha2mla.kernels.row_codes.kernel import make_append_codes, make_read_codes
 from tests.few import each, few
 from tests.kernels.compiled import for_cpu, gate
 
 PAGE, PAGES = 16, 5
 
 
-def given(bits: int, group: int, width: int, has_centers: bool, rows: int = 20):
+def given(bits: int, width: int, has_centers: bool, rows: int = 20):
     """Quantizer, centers or None, rows near them of sizes from 1e-3 to 1e3, and slots, two outside the cache."""
     make = torch.Generator().manual_seed(width + bits)
     latent = torch.randn(rows, width, generator=make) * torch.logspace(-3, 3, rows)[:, None]
     centers = torch.randn(2, width, generator=make) * 5 if has_centers else None
     if has_centers:
         latent += centers[torch.arange(rows) % 2]
-    latent[1, :group] = 0.25  # a group without a step
+    latent[1] = 0 if centers is None else centers[1]  # a row without a step
     slots = torch.randperm(PAGE * PAGES, generator=make)[:rows].int()
     slots[3:5] = torch.tensor([-1, PAGE * PAGES])
-    return GroupQuantizer(bits, group), centers, latent, slots
+    return RowQuantizer(bits), centers, latent, slots
 
 
-def empty_cache(quantizer: GroupQuantizer, width: int, behind: int = 0) -> torch.Tensor:
+def empty_cache(quantizer: RowQuantizer, width: int, behind: int = 0) -> torch.Tensor:
     """Pages of rows, with room for something else behind those of each page: ``behind`` bytes a row."""
     row = quantizer.bytes_per_row(width)
     pages = torch.full((PAGES, PAGE * (row + behind)), 171, dtype=torch.uint8)
@@ -48,18 +48,17 @@ def append_on_cpu(quantizer, centers, latent, slots, behind=0):
     static = {
         "width": width,
         "bits": quantizer.bits,
-        "group": quantizer.group,
         "page_words": stored.stride(0) // 4,
         "center_dtype": None if centers is None else "float32",
     }
     near = torch.full((2, width), torch.nan) if centers is None else centers
-    on_cpu(make_append_codes, **static)(latent, slots, near, stored.view(torch.int32), stored.view(torch.float16))
+    on_cpu(make_append_codes, **static)(latent, slots, near, stored.view(torch.int32))
     return stored
 
 
-@each("bits, group, has_centers, width", (4, 8, 3, 1, 7), (32, 64), (True, False), (192, 64, 1024))
-def test_appended_bytes_are_the_references(bits, group, has_centers, width):
-    quantizer, centers, latent, slots = given(bits, group, width, has_centers)
+@each("bits, has_centers, width", (4, 8, 3, 2, 1, 7), (True, False), (192, 64, 1024, 1056))
+def test_appended_bytes_are_the_references(bits, has_centers, width):
+    quantizer, centers, latent, slots = given(bits, width, has_centers)
     expected = empty_cache(quantizer, width)
     append_codes(latent, expected, slots, quantizer, centers)
     assert torch.equal(append_on_cpu(quantizer, centers, latent, slots), expected)
@@ -67,43 +66,35 @@ def test_appended_bytes_are_the_references(bits, group, has_centers, width):
 
 @pytest.mark.parametrize("bits", [3, 4])
 def test_pages_may_have_something_behind_their_rows(bits):
-    quantizer, centers, latent, slots = given(bits, 32, 64, True)
+    quantizer, centers, latent, slots = given(bits, 64, True)
     expected = empty_cache(quantizer, 64)
     append_codes(latent, expected, slots, quantizer, centers)
     stored = append_on_cpu(quantizer, centers, latent, slots, behind=24)
     assert torch.equal(stored, expected) and not stored.is_contiguous()
     assert (stored._base[:, PAGE * stored.shape[2] :] == 171).all()
     table = torch.tensor([3, 0, 4], dtype=torch.int32)
-    static = {"width": 64, "bits": bits, "group": 32, "center_dtype": "float32", "page_words": stored.stride(0) // 4}
+    static = {"width": 64, "bits": bits, "center_dtype": "float32", "page_words": stored.stride(0) // 4}
     out = torch.zeros(3, PAGE, 64)
     on_cpu(make_read_codes, **static)(stored.view(torch.int32), table, centers, out)
     assert torch.equal(out, read_codes(expected, table[None], 64, quantizer, centers, out.dtype))
 
 
 @pytest.mark.parametrize("has_centers", [True, False])
-def test_append_keeps_what_is_not_finite_in_its_group(has_centers):
-    quantizer, centers, latent, slots = given(4, 32, 128, has_centers)
+def test_append_keeps_what_is_not_finite_in_its_row(has_centers):
+    quantizer, centers, latent, slots = given(4, 128, has_centers)
     wrong = latent.clone()
     for row, value in ((6, torch.nan), (7, torch.inf), (8, -torch.inf)):
         wrong[row, 40] = value
-    stored = [append_on_cpu(quantizer, centers, rows, slots).flatten(0, 1) for rows in (latent, wrong)]
-    both = [quantizer.decode(rows[slots[6:9].long()], 128, centers=centers) for rows in stored]
-    assert both[1][:, 32:64].isnan().all()
-    if not has_centers:  # a distance that is not finite: from the first center
-        assert torch.equal(both[0][:, :32], both[1][:, :32]) and torch.equal(both[0][:, 64:], both[1][:, 64:])
-    assert both[1][:, :32].isfinite().all() and both[1][:, 64:].isfinite().all()
-
-
-def test_a_step_beyond_float16_is_its_largest_number():
-    quantizer, _, latent, slots = given(1, 32, 64, False)
-    latent = latent.sign() * 50_000
-    stored, expected = append_on_cpu(quantizer, None, latent, slots), empty_cache(quantizer, 64)
-    append_codes(latent, expected, slots, quantizer, None)
-    assert torch.equal(stored, expected) and quantizer.round(latent[2:]).unique().tolist() == [-49_984, 15_520]
+    expected = empty_cache(quantizer, 128)
+    append_codes(wrong, expected, slots, quantizer, centers)
+    stored = append_on_cpu(quantizer, centers, wrong, slots)
+    assert torch.equal(stored, expected)
+    found = quantizer.decode(stored.flatten(0, 1)[slots[[5, 6, 7, 8, 9]].long()], 128, centers=centers)
+    assert found.isfinite().all(-1).tolist() == [True, False, False, False, True] and found[1:4].isnan().all()
 
 
 def test_append_takes_the_first_of_equally_far_centers():
-    quantizer, centers, latent, slots = given(4, 32, 64, True)
+    quantizer, centers, latent, slots = given(4, 64, True)
     same = centers[:1].expand(2, -1).contiguous()
     stored = append_on_cpu(quantizer, same, latent, slots)
     expected = empty_cache(quantizer, 64)
@@ -111,14 +102,14 @@ def test_append_takes_the_first_of_equally_far_centers():
     assert torch.equal(stored, expected)
 
 
-@each("bits, group, has_centers, width", (4, 8, 3, 1, 7), (32, 64), (True, False), (192, 64, 1024))
-def test_read_rows_are_the_references(bits, group, has_centers, width):
-    quantizer, centers, _, _ = given(bits, group, width, has_centers)
+@each("bits, has_centers, width", (4, 8, 3, 2, 1, 7), (True, False), (192, 64, 1024, 1056))
+def test_read_rows_are_the_references(bits, has_centers, width):
+    quantizer, centers, _, _ = given(bits, width, has_centers)
     latent = torch.randn(PAGES * PAGE, width) + (0 if centers is None else centers[torch.arange(PAGES * PAGE) % 2])
     stored = quantizer.encode(latent, centers).view(PAGES, PAGE, -1)
     table = torch.tensor([[3, -1, 0], [4, PAGES, 3]], dtype=torch.int32)
     out = torch.full((6, PAGE, width), 7.0)
-    static = {"width": width, "bits": bits, "group": group, "center_dtype": "float32" if has_centers else None}
+    static = {"width": width, "bits": bits, "center_dtype": "float32" if has_centers else None}
     near = torch.full((2, width), torch.nan) if centers is None else centers
     on_cpu(make_read_codes, **static)(stored.view(torch.int32), table.flatten(), near, out)
     expected = read_codes(stored, torch.tensor([[3, 0, 4, 3]], dtype=torch.int32), width, quantizer, centers, out.dtype)
@@ -132,7 +123,6 @@ def test_kernels_fit(make, bits, width):
     static = {
         "width": width,
         "bits": bits,
-        "group": 32,
         "page_size": 64,
         "dtype": "bfloat16",
         "center_dtype": "bfloat16",
@@ -142,10 +132,10 @@ def test_kernels_fit(make, bits, width):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@each("bits, group, has_centers, width", (4, 8, 3), (32, 64), (True, False), (192, 512, 1024))
-def test_kernels_on_a_gpu_are_the_references(bits, group, has_centers, width, dtype):
-    """Bit for bit, except where the compiler's float16 rounding of what is no number differs."""
-    quantizer, centers, latent, slots = given(bits, group, width, has_centers, rows=60)
+@each("bits, has_centers, width", (4, 8, 3, 2), (True, False), (192, 512, 1024))
+def test_kernels_on_a_gpu_are_the_references(bits, has_centers, width, dtype):
+    """Bit for bit."""
+    quantizer, centers, latent, slots = given(bits, width, has_centers, rows=60)
     latent = latent.clamp(-3e4, 3e4).to(dtype)
     expected = empty_cache(quantizer, width)
     append_codes(latent, expected, slots, quantizer, centers)

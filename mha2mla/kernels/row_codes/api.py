@@ -1,0 +1,207 @@
+"""Integer codes of rows, and paged caches of them: each row has one scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mha2mla.geometry import CODE_BLOCK, SCALE_BYTES, code_bytes
+from mha2mla.kernels.ops import register_kernel, runs_compiled
+from mha2mla.kernels.rope_append.api import write_rows
+
+PLANES = (8, 4, 2, 1)  # bits of a code are stored in planes of these widths, so that no code crosses a byte
+# Steps, in standard deviations, that lose least of normally distributed elements when codes of so many bits are evenly
+# spaced (J. Max, "Quantizing for minimum distortion", 1960, table II).
+STEPS = {1: 1.596, 2: 0.9957, 3: 0.5860, 4: 0.3352, 5: 0.1881, 6: 0.1041, 7: 0.0568, 8: 0.0308}
+
+
+@dataclass(frozen=True)
+class RowQuantizer:
+    """Integer codes of rows: code k of 2^bits stands for (k - (2^bits - 1) / 2) times the row's scale.
+
+    A random rotation makes the elements of any row nearly normally distributed. So one scale does for all, and codes
+    are found by the step that loses least of such elements, a number of their root mean squares; elements beyond the
+    last code become that code. A row whose largest element is nearer has a smaller step. Codes by that step alone are
+    shorter than their row by its relative error: 4 % in 3 bits, for all tokens alike, which attention does not average
+    out. The stored scale makes up for it: what a row gives back has the row's length along it (as in RaBitQ, arXiv
+    2405.12497), and what is left of the error is across.
+
+    A row is coded by itself, from its float32 values, to the nearest code: the same bytes in any batch, in any order.
+    A coded row is bytes: the scale in float32, then the codes in blocks of 32 elements. A NaN or an infinity makes its
+    row NaN and touches no other.
+
+    With ``centers`` [2, width], codes are of a row's difference from the nearer one; the sign of the scale says which:
+    negative for the second.
+
+    Args:
+        bits: of a code, 1 to 8.
+
+    Raises:
+        ValueError: a value outside these.
+    """
+
+    bits: int
+
+    def __post_init__(self) -> None:
+        if self.bits not in STEPS:
+            raise ValueError(f"bits is {self.bits}; expected 1 to 8")
+
+    @property
+    def middle(self) -> float:
+        """What stands for zero: half of the last code."""
+        return (2**self.bits - 1) / 2
+
+    def bytes_per_row(self, width: int) -> int:
+        """Bytes of a coded row of ``width`` elements: its scale, and codes with their padding."""
+        return code_bytes(width, self.bits)
+
+    def encode(self, rows: Tensor, centers: Tensor | None = None) -> Tensor:
+        """``rows`` [..., width] of any floating dtype as uint8 [..., bytes_per_row(width)]."""
+        codes, scale, is_second = self._codes(rows, centers)
+        codes = F.pad(codes.to(torch.uint8), (0, -rows.shape[-1] % CODE_BLOCK)).unflatten(-1, (-1, CODE_BLOCK))
+        packed = [_pack(codes >> shift & (1 << plane) - 1, plane) for plane, shift in self._planes()]
+        stored = torch.where(is_second, -scale, scale)
+        return torch.cat((stored.view(torch.uint8), torch.cat(packed, -1).flatten(-2)), -1)
+
+    def decode(
+        self, coded: Tensor, width: int, dtype: torch.dtype = torch.float32, centers: Tensor | None = None
+    ) -> Tensor:
+        """Rows [..., width] in ``dtype``, rounded once from float32, of what :meth:`encode` gave."""
+        stored, codes = coded.tensor_split((SCALE_BYTES,), -1)
+        scale = stored.clone(memory_format=torch.contiguous_format).view(torch.float32)
+        sizes = [CODE_BLOCK * plane // 8 for plane, _ in self._planes()]
+        packed = codes.unflatten(-1, (-1, sum(sizes))).split(sizes, -1)
+        values = sum(_unpack(part, plane) << shift for part, (plane, shift) in zip(packed, self._planes(), strict=True))
+        return self._rows(values.flatten(-2)[..., :width], scale.abs(), scale.signbit(), centers, dtype)
+
+    def round(self, rows: Tensor, centers: Tensor | None = None) -> Tensor:
+        """``rows`` [..., width] as their codes give them back, in the same dtype."""
+        return self._rows(*self._codes(rows, centers), centers, rows.dtype)
+
+    def _codes(self, rows: Tensor, centers: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes [..., width], float32, of rows [..., width]; scales [..., 1], float32; and which are coded from the
+        second center [..., 1]. Products are exact in float64, so that their sums do not depend on the order."""
+        rows = rows.float()
+        is_second = torch.zeros_like(rows[..., :1], dtype=torch.bool)
+        if centers is not None:
+            first, second = (rows - center for center in centers.float())
+            is_second = _energy(second) < _energy(first)
+            rows = torch.where(is_second, second, first)
+        energy = _energy(rows)
+        spread = STEPS[self.bits] * (energy / rows.shape[-1]).sqrt()
+        step = torch.minimum(spread, rows.abs().amax(-1, keepdim=True).double() / self.middle).float()
+        codes = torch.where(step > 0, rows / step + self.middle, 0.0).round().clamp(0, 2**self.bits - 1)
+        along = (rows.double() * (codes - self.middle).double()).sum(-1, keepdim=True)
+        scale = torch.where(step == 0, 0.0, energy / along).float()
+        is_number = step.isfinite()
+        return torch.where(is_number, codes, 0.0), torch.where(is_number, scale, torch.nan), is_second
+
+    def _rows(
+        self, codes: Tensor, scale: Tensor, is_second: Tensor, centers: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """What :meth:`_codes` found, as rows in ``dtype``."""
+        rows = (codes.float() - self.middle) * scale
+        if centers is not None:
+            rows = rows + centers.float()[is_second[..., 0].long()]
+        return rows.to(dtype)
+
+    def _planes(self) -> Iterator[tuple[int, int]]:
+        """Width and shift of each plane that a code is stored in: bits 0 and 1, then bit 2, of 3 bits."""
+        shift = 0
+        for plane in PLANES:
+            if self.bits & plane:
+                yield plane, shift
+                shift += plane
+
+
+def _energy(rows: Tensor) -> Tensor:
+    """[..., 1], float64: the sum of squares of rows [..., width]."""
+    return rows.double().square().sum(-1, keepdim=True)
+
+
+def _pack(values: Tensor, plane: int) -> Tensor:
+    """Values [..., 32] below 2^plane as bytes; byte j has elements j, j + bytes, … from its low bits."""
+    values = values.unflatten(-1, (8 // plane, -1))
+    shifts = torch.arange(0, 8, plane, dtype=torch.uint8, device=values.device)[:, None]
+    return (values << shifts).sum(-2, dtype=torch.uint8)
+
+
+def _unpack(packed: Tensor, plane: int) -> Tensor:
+    """The inverse of :func:`_pack`."""
+    shifts = torch.arange(0, 8, plane, dtype=torch.uint8, device=packed.device)[:, None]
+    return (packed[..., None, :] >> shifts & (1 << plane) - 1).flatten(-2)
+
+
+def append_codes(
+    latent: Tensor,
+    latent_cache: Tensor,
+    slots: Tensor,
+    quantizer: RowQuantizer,
+    centers: Tensor | None,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Writes the codes of new rows into a paged cache.
+
+    Args:
+        latent: [N, d_c].
+        latent_cache: [P, page, bytes of a row] uint8, written; rows of a page side by side.
+        slots: [N] int32; as in :func:`mha2mla.kernels.mla_append`.
+        centers: [2, d_c], or None.
+        backend: "tilelang", "reference", or None: TileLang for CUDA tensors in float32, bfloat16 and float16, where
+            d_c is a multiple of 32.
+    """
+    compiled = _runs_compiled(backend, latent.shape[1], latent_cache, latent.dtype)
+    _append_codes(latent, latent_cache, slots, centers, quantizer.bits, compiled)
+
+
+def read_codes(
+    latent_cache: Tensor,
+    block_table: Tensor,
+    width: int,
+    quantizer: RowQuantizer,
+    centers: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """Pages of a ``block_table`` [B, max_pages] with their rows dequantised: [B * max_pages, page, width].
+
+    A page that the table lacks (-1) holds anything. ``backend``: as of :func:`append_codes`.
+    """
+    compiled = _runs_compiled(backend, width, latent_cache, dtype)
+    return _read_codes(latent_cache, block_table, centers, width, quantizer.bits, dtype, compiled)
+
+
+def _runs_compiled(backend: str | None, width: int, latent_cache: Tensor, dtype: torch.dtype) -> bool:
+    """True where the kernels serve a cache: rows of whole blocks, which are read by words."""
+    if not runs_compiled(backend, latent_cache.device, dtype) or width % CODE_BLOCK:
+        return False
+    page, *rows = latent_cache.stride()
+    return rows == [latent_cache.shape[2], 1] and (page | latent_cache.data_ptr()) % SCALE_BYTES == 0
+
+
+_append_codes = register_kernel(
+    "append_codes(Tensor latent, Tensor(a!) latent_cache, Tensor slots, Tensor? centers, int bits, bool compiled)"
+    " -> ()",
+    lambda latent, latent_cache, slots, centers, bits: write_rows(
+        ((latent_cache, RowQuantizer(bits).encode(latent, centers)),), slots
+    ),
+    lambda *_: None,
+    "mha2mla.kernels.row_codes.kernel:launch_append_codes",
+)
+_read_codes = register_kernel(
+    "read_codes(Tensor latent_cache, Tensor block_table, Tensor? centers, int width, int bits, ScalarType dtype,"
+    " bool compiled) -> Tensor",
+    lambda latent_cache, block_table, centers, width, bits, dtype: RowQuantizer(bits).decode(
+        latent_cache[block_table.flatten().clamp(min=0).long()], width, dtype, centers
+    ),
+    lambda latent_cache, block_table, centers, width, bits, dtype: latent_cache.new_empty(
+        block_table.numel(), latent_cache.shape[1], width, dtype=dtype
+    ),
+    "mha2mla.kernels.row_codes.kernel:launch_read_codes",
+)

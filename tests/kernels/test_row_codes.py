@@ -1,0 +1,116 @@
+"""Codes of rows: bytes, errors, and independence of what else is coded."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mha2mla.kernels.row_codes.api import STEPS, RowQuantizer
+
+QUANTIZERS = st.builds(RowQuantizer, st.integers(1, 8))
+WIDTHS = st.sampled_from((8, 24, 64, 72, 168))
+
+
+@pytest.mark.parametrize(
+    ("bits", "width", "size"),
+    [(4, 192, 96 + 4), (4, 168, 96 + 4), (3, 192, 72 + 4), (2, 256, 64 + 4), (8, 32, 32 + 4)],  # 168: padded to 192
+)
+def test_bytes_of_a_row(bits, width, size):
+    quantizer = RowQuantizer(bits)
+    assert quantizer.bytes_per_row(width) == size
+    coded = quantizer.encode(torch.randn(3, 2, width))
+    assert coded.shape == (3, 2, size) and coded.dtype == torch.uint8
+
+
+@given(QUANTIZERS, WIDTHS, st.integers(0, 2**32 - 1), st.integers(-30, 30))
+@settings(deadline=None)
+def test_rows_are_coded_alone(quantizer, width, seed, exponent):
+    """A row's bytes are the same in any batch, order and dtype that holds it; so is what they give back."""
+    rows = torch.from_numpy(np.random.default_rng(seed).standard_normal((6, width), np.float32)) * 10.0**exponent
+    coded = quantizer.encode(rows)
+    assert torch.equal(torch.cat([quantizer.encode(row[None].double()) for row in rows]), coded)
+    assert torch.equal(quantizer.encode(rows.view(2, 3, width).flip(1)).flip(1).view(6, -1), coded)
+    decoded = quantizer.decode(coded, width)
+    assert decoded.isfinite().all()
+    assert torch.equal(torch.stack([quantizer.decode(row, width) for row in coded]), decoded)
+    assert torch.equal(quantizer.decode(coded, width, torch.bfloat16), decoded.bfloat16())
+    assert torch.equal(quantizer.round(rows.double()), decoded.double())
+
+
+@given(st.integers(2, 8), st.integers(0, 2**32 - 1))
+@settings(deadline=None)
+def test_a_row_is_coded_from_the_nearer_center(bits, seed):
+    """As far as its center, and as finely as its difference from that; equally far: from the first."""
+    rng, quantizer = np.random.default_rng(seed), RowQuantizer(bits)
+    centers = torch.from_numpy(rng.standard_normal((2, 64), np.float32) * 8)
+    second = torch.from_numpy(rng.integers(0, 2, 9, dtype=np.int64))
+    difference = torch.from_numpy(rng.standard_normal((9, 64), np.float32)) * 0.01
+    difference[4] = 0  # a row whose scale is zero still says which center
+    rows = centers[second] + difference
+    coded = quantizer.encode(rows, centers)
+    assert coded.shape[-1] == quantizer.bytes_per_row(64)
+    assert torch.equal(torch.cat([quantizer.encode(row[None], centers) for row in rows]), coded)
+    found = quantizer.decode(coded, 64, centers=centers)
+    assert torch.equal(found, centers[second] + quantizer.round(rows - centers[second]))
+    assert torch.equal(quantizer.encode(rows, centers[:1].expand(2, -1)), quantizer.encode(rows - centers[0]))
+
+
+def by_definition(row: list[float], bits: int) -> list[float]:
+    """What codes of a row give back, one element at a time."""
+    middle = (2**bits - 1) / 2
+    energy, largest = math.fsum(x * x for x in row), max(map(abs, row))
+    step = torch.tensor(min(STEPS[bits] * math.sqrt(energy / len(row)), largest / middle)).item()  # float32
+    codes = [min(max(round(np.float32(x) / np.float32(step) + np.float32(middle)), 0), 2**bits - 1) for x in row]
+    scale = np.float32(energy / math.fsum(x * (code - middle) for x, code in zip(row, codes, strict=True)))
+    return [float(np.float32(code - middle) * scale) for code in codes]
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_decoded_rows_are_the_definition(bits):
+    rows = torch.randn(5, 80) * 3 + 1
+    expected = torch.tensor([by_definition(row, bits) for row in rows.tolist()])
+    assert torch.equal(RowQuantizer(bits).round(rows), expected)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_what_rows_give_back_is_neither_longer_nor_shorter(bits):
+    """Along the row itself: errors of many tokens in one direction would add up in attention."""
+    rows = torch.randn(64, 192, dtype=torch.float64) * torch.logspace(-3, 2, 64)[:, None]
+    along = (RowQuantizer(bits).round(rows) * rows).sum(-1) / rows.square().sum(-1)
+    assert (along - 1).abs().max() < 1e-6
+
+
+# Mean squared errors of normally distributed elements, relative to their variance (Max 1960, table II), that a scale
+# which leaves nothing of them along the row divides by 1 - themselves.
+@pytest.mark.parametrize(
+    ("bits", "error"), [(1, 0.3634), (2, 0.1188), (3, 0.03744), (4, 0.01154), (5, 0.00349)]
+)
+def test_normal_elements_lose_what_the_theory_says(bits, error):
+    rows = torch.randn(400, 1024, generator=torch.Generator().manual_seed(0))
+    found = (RowQuantizer(bits).round(rows) - rows).square().mean().item()
+    assert found == pytest.approx(error / (1 - error), rel=0.03)
+
+
+def test_a_row_of_one_size_is_exact():
+    rows = torch.tensor([[0.5, -0.5] * 8, [0.0] * 16])
+    assert torch.equal(RowQuantizer(4).round(rows), rows)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_stays_in_its_row(wrong):
+    rows = torch.randn(2, 64)
+    expected = RowQuantizer(4).round(rows)
+    rows[1, 40] = wrong
+    found = RowQuantizer(4).round(rows)
+    assert found[1].isnan().all() and torch.equal(found[0], expected[0])
+
+
+@pytest.mark.parametrize("bits", [0, 9])
+def test_bad_settings_are_refused_by_name(bits):
+    with pytest.raises(ValueError, match=f"bits is {bits}; expected 1 to 8"):
+        RowQuantizer(bits)
