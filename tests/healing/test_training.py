@@ -158,7 +158,7 @@ def test_a_step_runs_few_ops_and_fills_no_memory(models):
     with deterministic(warn_only=True), torch.profiler.profile() as profile:
         distillation(tiny.some_tokens(2, 32), torch.tensor([32, 32]))["loss"].backward()
     counts = {each.key: each.count for each in profile.key_averages()}
-    assert counts["aten::fill_"] < 40 < counts["aten::empty"]
+    assert counts["aten::fill_"] < 60 < counts["aten::empty_strided"]
 
 
 @pytest.mark.parametrize("from_minutes", [False, True])
