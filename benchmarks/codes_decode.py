@@ -12,7 +12,7 @@ computed_us        16-bit latents alone: keys computed from them
 copy_us            4 bits and kept keys as a step has them: ``read_codes``, a copy of the keys' pages, the 16-bit kernel
 copy_computed_us   4 bits alone: ``read_codes``, the 16-bit kernel
 codes_computed_us  4 bits alone: the kernel over codes that computes keys from them
-codes3_computed_us, codes8_computed_us: the same, of 3 and 8 bits
+codes3_computed_us, codes2_computed_us, codes8_computed_us: the same, of 3, 2 and 8 bits
 e4m3_us, e4m3_computed_us: latents in e4m3 with one scale a token, beside kept keys and alone
 source_us          GQA decode over the source's 16-bit KV cache
 =================  ==================================================================================================
@@ -85,7 +85,7 @@ def forms(coded: RowCodesProblem) -> dict[str, PagedProblem]:
         "computed_us": LatentProblem(heads, 1, d_c, d_r, **shared),
         **{
             f"codes{'' if bits == 4 else bits}_computed_us": LatentCodesProblem(heads, 1, d_c, d_r, bits=bits, **shared)
-            for bits in (4, 3, 8)
+            for bits in (4, 3, 2, 8)
         },
         "e4m3_us": Problem(heads, 1, d_c, d_r, codes=True, **shared),
         "e4m3_computed_us": LatentProblem(heads, 1, d_c, d_r, codes=True, **shared),

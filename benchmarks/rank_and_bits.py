@@ -48,6 +48,7 @@ from mha2mla.geometry import CODE_BLOCK
 
 LENGTHS = (512, 8192)
 ABLATIONS = [
+    *(LatentCodes(bits) for bits in (4, 3, 2)),
     *(LatentCodes(bits, basis) for basis in ("balanced", "rotation") for bits in (4, 3)),
     LatentCodes(4, "plain"),
     LatentCodes(4, Importance(power=1.0)),
@@ -57,21 +58,21 @@ ABLATIONS = [
 # Kind of step, and its argument: caches of the source, a share of its bytes, or rank over its elements and codes.
 STEPS: tuple[tuple[Any, ...], ...] = (
     ("source", [KVCodes(bits, "channel") for bits in (4, 3, 2)]),
-    ("auto", 0.16),
-    ("rank", 0.5, [LatentCodes(bits) for bits in (4, 3, 8)]),
     ("auto", 0.125),
+    ("auto", 0.0625),
+    ("auto", 0.16),
     ("auto", 0.25),
     ("auto", 0.5),
-    ("rank", 0.3125, []),
-    ("rank", 0.1875, []),
-    ("auto", 0.0625),
+    ("auto", 0.1875),
+    ("auto", 0.3125),
+    ("rank", 0.584, [LatentCodes(bits) for bits in (3, 4, 2, 8)]),
     ("fitted", 0.125),
     ("care", 0.5),
     ("rank", 0.75, [LatentCodes(bits) for bits in (4, 3)]),
     ("fitted", 0.25),
-    ("auto", 0.1875),
-    ("auto", 0.3125),
     ("fitted", 0.16),
+    ("rank", 0.3125, []),
+    ("rank", 0.1875, []),
     ("source", [KVCodes(bits, "token") for bits in (4, 3, 2)]),
     ("rank", 1.0, [LatentCodes(bits) for bits in (4, 3)]),
     ("rank", 0.5, ABLATIONS),

@@ -87,9 +87,7 @@ def test_what_rows_give_back_is_neither_longer_nor_shorter(bits):
 
 # Mean squared errors of normally distributed elements, relative to their variance (Max 1960, table II), that a scale
 # which leaves nothing of them along the row divides by 1 - themselves.
-@pytest.mark.parametrize(
-    ("bits", "error"), [(1, 0.3634), (2, 0.1188), (3, 0.03744), (4, 0.01154), (5, 0.00349)]
-)
+@pytest.mark.parametrize(("bits", "error"), [(1, 0.3634), (2, 0.1188), (3, 0.03744), (4, 0.01154), (5, 0.00349)])
 def test_normal_elements_lose_what_the_theory_says(bits, error):
     rows = torch.randn(400, 1024, generator=torch.Generator().manual_seed(0))
     found = (RowQuantizer(bits).round(rows) - rows).square().mean().item()
