@@ -196,7 +196,7 @@ class Target(Stage):
             return all_pairs, key_width if layout.has_rope_cache else 2 * key_width
         if not layout.has_rope_cache:
             rank = self._rank(budget, 0, "", granule)
-            widest = rank if bits else max(rank, min(coded, WIDEST_LATENT))
+            widest = rank if bits else max(rank, min(coded, WIDEST_LATENT, 2 * key_width))
             return layout.free_width(key_width, head_dim, widest, bits != 16), rank
         if rope_share is None:
             rope_share = layout.share_of(budget, head_dim)

@@ -194,6 +194,13 @@ def test_rotary_keys_of_codes_are_as_wide_as_their_kernels_go(bits, ratio, rope)
     assert recipe.geometry(source).qk_rope_head_dim == rope
 
 
+def test_a_budget_beyond_the_full_rank_narrows_no_rotary_key():
+    """At half of 384 elements, 2 bits would hold 1,520: it took 64 rotary dims, and lost more than a quarter did."""
+    for ratio in (0.125, 0.25, 0.5):
+        recipe = MinimalRecipe(layout="latent", cache_ratio=ratio, **{"latent.bits": "auto"})
+        assert recipe.geometry(spec(**SMOLLM2)).qk_rope_head_dim == 128
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "keys", [SMOLLM2, {**SMOLLM2, "num_key_value_heads": 9}, {"num_key_value_heads": 1, "head_dim": 64}]
