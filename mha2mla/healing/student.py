@@ -13,14 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION
-from mha2mla.conversion.latent.basis import LatentTap
 from mha2mla.eval.loading import load_model
 from mha2mla.healing.settings import Settings
 
 ATTENTION = ".self_attn."
 # Maps to and from the latent: what a source has not.
 _LATENT = ("kv_a_proj", "k_a_proj", "v_a_proj", "k_b_proj", "v_b_proj", "k_rope_proj", "q_b_proj")
-_CENTERS = "latent_centers"
 _LORA_ALPHA = 2  # scale of an adapter
 _WIDE = 2048  # hidden states from which activations are recomputed
 
@@ -44,16 +42,13 @@ class Models:
     recomputes: bool
 
     def trained(self) -> dict[str, Tensor]:
-        """Trained weights by their names in the checkpoint, float32, and centers of codes, which followed them;
-        adapters are merged, and no longer there."""
+        """Trained weights by their names in the checkpoint, float32; adapters are merged, and no longer there."""
         if self.adapted is None:
-            names = {name for name, each in self.student.named_parameters() if each.requires_grad}
-        else:
-            names = {name for name, _ in _adapted(self.student)}
-            self.adapted.merge_and_unload()
-            self.adapted = None
-        found = {name: each.detach() for name, each in self.student.named_parameters() if name in names}
-        return found | centers_of(self.student)
+            return {name: each.detach() for name, each in self.student.named_parameters() if each.requires_grad}
+        names = {name for name, _ in _adapted(self.student)}
+        self.adapted.merge_and_unload()
+        self.adapted = None
+        return {name: each.detach() for name, each in self.student.named_parameters() if name in names}
 
 
 def load_models(source: Path, converted: Path, device: torch.device, settings: Settings) -> Models:
@@ -72,11 +67,6 @@ def load_models(source: Path, converted: Path, device: torch.device, settings: S
     return prepare_models(teacher, student, device, settings)
 
 
-def is_sharded() -> bool:
-    """The process was launched to train under FSDP."""
-    return os.environ.get("ACCELERATE_USE_FSDP") == "true"
-
-
 def prepare_models(teacher: nn.Module, student: nn.Module, device: torch.device, settings: Settings) -> Models:
     """As :func:`load_models`, of models in memory: both are changed in place, and the student moves to ``device``.
 
@@ -88,7 +78,7 @@ def prepare_models(teacher: nn.Module, student: nn.Module, device: torch.device,
     student.requires_grad_(False).set_attn_implementation(REPEATABLE_ATTENTION)
     for name, parameter in student.named_parameters():
         parameter.requires_grad_(settings.train == "all" or (settings.train == "attention" and ATTENTION in name))
-    shared = frozenset() if is_sharded() else _share(student, teacher)
+    shared = frozenset() if os.environ.get("ACCELERATE_USE_FSDP") == "true" else _share(student, teacher)
     adapted = _adapt(student, settings) if settings.train == "lora" else None
     for parameter in student.parameters():
         if parameter.requires_grad:
@@ -101,48 +91,6 @@ def prepare_models(teacher: nn.Module, student: nn.Module, device: torch.device,
     if recomputes:
         student.gradient_checkpointing_enable({"use_reentrant": False})
     return Models(student, teacher, adapted, shared, recomputes)
-
-
-def centers_of(model: nn.Module) -> dict[str, Tensor]:
-    """Centers of codes by their names: buffers [2, d_c] of layers over codes."""
-    return {name: each for name, each in model.named_buffers() if name.rpartition(".")[2] == _CENTERS}
-
-
-class _Latents(LatentTap):
-    """Keeps the latents of one pass."""
-
-    def __init__(self, num_layers: int, has_rope_cache: bool) -> None:
-        super().__init__(num_layers, has_rope_cache)
-        self.found: list[Tensor] = []
-
-    def seen(self, latent: Tensor, layer_idx: int) -> Tensor:
-        self.found.append(latent)
-        return latent
-
-
-@torch.no_grad()
-def follow_latents(student: nn.Module, ids: Tensor) -> None:
-    """Moves each layer's two centers to the means of the latents that are nearest to them, on windows ``ids`` [windows,
-    length]. Trained weights move latents, and codes err by a share of a latent's distance from its center: most of all
-    in first tokens, which lay on theirs and which every query sees. A center that no latent is near stays."""
-    config, was_training = student.config, student.training
-    bits, tap = config.latent_bits, _Latents(config.num_hidden_layers, config.has_rope_cache)
-    student.eval()  # in training, layers that recompute activations take no cache
-    config.latent_bits = 16
-    try:
-        student.base_model(input_ids=ids, past_key_values=tap, use_cache=True)
-    finally:
-        config.latent_bits = bits
-        student.train(was_training)
-    for layer, latent in zip(student.base_model.layers, tap.found, strict=True):
-        centers = getattr(layer.self_attn, _CENTERS, None)
-        if centers is None:
-            continue
-        rows = latent.flatten(0, 1).float()
-        is_second = torch.stack([(rows - center).square().sum(-1) for center in centers.float()]).argmin(0) == 1
-        for center, mine in zip(centers, (~is_second, is_second), strict=True):
-            if mine.any():
-                center.copy_(rows[mine].mean(0))
 
 
 def parameter_groups(student: nn.Module, settings: Settings) -> list[dict[str, Any]]:

@@ -23,12 +23,11 @@ from mha2mla.conversion.fit.repeatable import deterministic
 from mha2mla.files import atomic_write
 from mha2mla.healing.loss import distillation_loss, divergence
 from mha2mla.healing.settings import Settings
-from mha2mla.healing.student import Models, centers_of, follow_latents, is_sharded, parameter_groups
+from mha2mla.healing.student import Models, parameter_groups
 from mha2mla.terminal import progress_bar, waiting
 
 WARM_UP, DECAY = 0.03, 0.2  # shares of the steps
 _LOGS = 200
-_FOLLOW, _FOLLOWED = 8, 8192  # steps after which centers of codes follow the latents, and tokens that they are found on
 _TIMED = 3  # passes
 _COMPLETE = "complete.json"
 # One graph for each shape: with dynamic ones bits would depend on the shapes that a process saw before. Values are
@@ -70,12 +69,6 @@ class Distillation(nn.Module):
         with stance, torch.compiler.config.patch(_GRAPHS):
             return self._forward(input_ids, lengths, weights)
 
-    def follow_latents(self, ids: Tensor) -> None:
-        """As :func:`mha2mla.healing.student.follow_latents`."""
-        kind = ids.device.type
-        with torch.compiler.set_stance("force_eager"), torch.autocast(kind, self._autocast, self._autocast is not None):
-            follow_latents(self.student, ids)
-
     def _forward(self, input_ids: Tensor, lengths: Tensor, weights: Tensor | None) -> dict[str, Tensor]:
         (teacher,), total = self._teacher, 0.0
         for length in sorted(set(lengths.tolist())):
@@ -98,7 +91,6 @@ class Distillation(nn.Module):
 
 def _keep_trained(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     kept = {prefix + name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    kept |= {prefix + name for name in centers_of(module)}
     for name in [name for name in state if name.startswith(prefix) and name not in kept]:
         del state[name]
 
@@ -172,19 +164,6 @@ class _Clock(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.seconds += _now(self._device) - self._began
-
-
-class _Centers(TrainerCallback):
-    """Centers of codes follow the latents of some windows, which trained weights move."""
-
-    def __init__(self, distillation: Distillation, blocks: TokenBlocks) -> None:
-        length = min(blocks.window_lengths)
-        windows = blocks.tokens[list(blocks.of_length(length))].view(-1, length)
-        self._distillation, self._windows = distillation, windows[: max(1, _FOLLOWED // length)]
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step % _FOLLOW == 0 or state.global_step == state.max_steps:
-            self._distillation.follow_latents(self._windows.to(args.device))
 
 
 class _Log(TrainerCallback):
@@ -416,8 +395,6 @@ def train(
         with waiting("compiling layers and loss", show=progress and arguments.process_index == 0):
             warm_up(distillation, blocks, per_pass)
     clock, callbacks = _Clock(device), [] if log is None else [_Log(log, step_tokens)]
-    if centers_of(distillation.student) and not is_sharded():  # no pass of a part gathers shards
-        callbacks.insert(0, _Centers(distillation, blocks))
     trainer = _Trainer(
         settings,
         model=distillation,

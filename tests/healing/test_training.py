@@ -92,23 +92,6 @@ def test_codes_are_noise_that_gradients_pass(folders, coded):
     assert all(attention.get_parameter(name).grad.abs().sum() > 0 for name in names)
 
 
-def test_centers_follow_the_latents(models):
-    """To the means of the latents that are nearest to each; one that no latent is near stays."""
-    ids, (layer, other) = tiny.some_tokens(4, 32), models.student.model.layers
-    found = []
-    handle = layer.self_attn.kv_a_proj.register_forward_hook(lambda *call: found.append(call[2].flatten(0, 1)))
-    before = layer.self_attn.latent_centers.clone()
-    with torch.no_grad():
-        layer.self_attn.latent_centers[0] = 1e3
-        other.self_attn.latent_centers.zero_()
-    Distillation(models, None).follow_latents(ids)
-    handle.remove()
-    assert torch.equal(layer.self_attn.latent_centers[0], torch.full_like(before[0], 1e3))
-    torch.testing.assert_close(layer.self_attn.latent_centers[1], found[0].mean(0))
-    assert models.student.config.latent_bits == 3 and models.student.training is False
-    assert other.self_attn.latent_centers[0].any() and not other.self_attn.latent_centers[1].any()
-
-
 def test_compiled_layers_train_as_they_are(models):
     ids, lengths = tiny.some_tokens(2, 32), torch.tensor([32, 32])
     found = []
