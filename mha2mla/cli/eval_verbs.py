@@ -363,7 +363,7 @@ def plan(
         tp: GPUs that the model is split over; bytes and batches are then of each.
         context: tokens of a sequence.
         cache_ratio: one or several shares of the source's cache; default 0.5 0.3125 0.25 0.1875 0.125, and of codes
-            0.25 with rank and bits by layer and 0.125 in 3 bits.
+            0.25 and 0.125 with rank and bits by layer.
         layout: one or several; default latent.
         latent_bits: bits of a cached element: 16, or for codes in the layout latent 8, 4, 3 or auto: by layer.
     """

@@ -41,7 +41,7 @@ from mha2mla.trial_models import SHAPES, source_config
 CACHE_RATIOS = (0.5, 0.3125, 0.25, 0.1875, 0.125)
 CODES = (
     ("latent", 0.25, "auto"),
-    ("latent", 0.125, 3),
+    ("latent", 0.125, "auto"),
 )  # layout, cache ratio and bits of default rows
 PORTABLE = "latent_portable"  # 2.1 ms for 268 MB of latents on an H200 (docs/limits.md): bound by neither limit
 STEP_NOTE = (
@@ -256,9 +256,9 @@ def _converted_row(
 
 
 def _bits_alike(cache_ratio: float) -> int:
-    """Bits whose one rank is nearest to the mean rank of "auto", in the conversions on record: means of 3.1 bits at
-    0.125, 3.8 at 0.1875, 4 at 0.25, 4.7 at 0.3125 and 7.3 to 7.8 at 0.5."""
-    return next((bits for bits, most in ((3, 0.15), (4, 0.3125)) if cache_ratio <= most), 8)
+    """Bits whose one rank is nearest to the mean rank of "auto", in the conversions on record: means of 2.4 bits at
+    0.0625, 3.3 at 0.125, 3.9 at 0.1875, 4.7 at 0.25, 5.7 at 0.3125 and 8 at 0.5."""
+    return next((bits for bits, most in ((2, 0.09), (3, 0.15), (4, 0.3125)) if cache_ratio <= most), 8)
 
 
 def _capacity(model: Footprint, machine: GPU, context: int, *, is_served: bool) -> dict[str, Any]:

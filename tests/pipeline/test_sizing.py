@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mha2mla.conversion.families import adapter_for
+from mha2mla.geometry import coded_width
 from mha2mla.modeling.tensor_parallel import HeadShard
 from mha2mla.pipeline.sizing import (
     ATTENTION_OVER_PREDICTED,
@@ -142,7 +143,7 @@ def test_losses_of_ranks_and_bits_by_layer_are_those_on_record():
         (row["model"], float(row["cache"].split()[-1])): " / ".join(
             f"{row[f'ratio {n}']:.3f}" for n in ("512", "8,192")
         )
-        for row in rows("h100-rank-and-bits")
+        for row in rows("h200-row-codes")
         if row["cache"].startswith("quick, auto")
     }
     told = {(model, ratio): losses for model, each in CODED_LOSSES["auto"].items() for ratio, losses in each.items()}
@@ -150,18 +151,13 @@ def test_losses_of_ranks_and_bits_by_layer_are_those_on_record():
 
 
 def test_losses_of_codes_are_those_on_record():
-    names = {0.125: "rank-and-bits-eighth", 0.0625: "rank-and-bits-sixteenth", 0.15625: "rank-and-bits"}
+    """Of the rank that the budget holds in so many bits."""
+    by_cache = {row["cache"]: row for row in rows("h200-row-codes") if row["model"].startswith("SmolLM2")}
     for bits, by_model in [(bits, each) for bits, each in CODED_LOSSES.items() if bits != "auto"]:
-        for model, by_ratio in by_model.items():
-            for ratio, losses in by_ratio.items():
-                name = names[ratio] if model.startswith("SmolLM2") else "rank-and-bits-qwen05b"
-                found = [row for row in rows(f"cpu-{name}") if row["cache"] == f"{bits} bits"]
-                assert {row["cache_share"] for row in found} == {ratio}
-                worst = [
-                    max((row["perplexity_ratio"] for row in found if row["seqlen"] == length), default=None)
-                    for length in (512, 8192)
-                ]
-                assert losses == " / ".join("–" if each is None else f"{each:.3f}" for each in worst)
+        ((ratio, losses),) = by_model["SmolLM2-135M-Instruct"].items()
+        rank = coded_width(int(ratio * 768), bits)
+        row = by_cache[f"latent of {rank}, {bits} bits, importance"]
+        assert losses == f"{row['ratio 512']:.3f} / {row['ratio 8,192']:.3f}"
 
 
 def test_routed_experts_are_read_as_tokens_reach_them():
