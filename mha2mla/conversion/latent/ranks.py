@@ -67,7 +67,8 @@ def choose_layer_ranks(
         source, bits = 2 * geometry.source_cache_numel_per_token, sorted(LATENT_BITS)
         budget = math.floor(walk.recipe.target.cache_ratio * source + 1e-9)
         # Where it is wide, measured ranks still differ: a loss at full rank alone says nothing of a smaller one.
-        mean = min(coded_width(budget, bits[0]), math.floor(WIDEST_MEAN * geometry.full_kv_lora_rank / step) * step)
+        widest = max(step, math.floor(WIDEST_MEAN * geometry.full_kv_lora_rank / step) * step)
+        mean = min(coded_width(budget, bits[0]), widest)
     most = most_rank(replace(geometry, latent_bits=min(bits)), step, mean)
     ranks = sorted({min(most, max(step, round(factor * mean / step) * step)) for factor in FACTORS})
     fitted, judged = walk.windows.divided(_FITTED_TOKENS, _JUDGED_TOKENS)
