@@ -61,7 +61,7 @@ def test_attention_over_codes_reads_their_bytes(kept):
     geometry = geometry.with_stored_keys if kept else geometry
     keys = {"batch_sizes": (2,), "seqlens": (65,), "baselines": {}, **QUICK}
     (row,) = attention_latency(geometry, **keys)
-    assert (row["status"], row["cache_bytes"]) == ("ok", 2 * 65 * (2 * (16 + 4) + 2 * 32 * kept))
+    assert (row["status"], row["cache_bytes"]) == ("ok", 2 * 65 * (4 + 64 // 2 + 2 * 32 * kept))
     (row,) = attention_latency(replace(geometry, kv_lora_rank=40), **keys)
     assert row["status"].startswith("missing: no kernel reads these codes")
 

@@ -48,8 +48,8 @@ KEPT_CODES = MLAGeometry(4, 1, 64, 8, 8, 8, latent_bits=4)
 @pytest.mark.parametrize(
     ("geometry", "latent", "others"),
     [
-        (MLAGeometry(4, 1, 64, 8, 8, 8, rope_from_latent=True, latent_bits=3), (32, torch.uint8), {}),
-        (KEPT_CODES, (40, torch.uint8), {"rope_cache": ((1, 8), torch.bfloat16)}),
+        (MLAGeometry(4, 1, 64, 8, 8, 8, rope_from_latent=True, latent_bits=3), (4 + 24, torch.uint8), {}),
+        (KEPT_CODES, (4 + 32, torch.uint8), {"rope_cache": ((1, 8), torch.bfloat16)}),
         (MLAGeometry(4, 1, 16, 8, 8, 8).with_key_codes, (16, torch.bfloat16), {}),
     ],
     ids=["codes", "codes beside kept keys", "keys in 8 bits"],
