@@ -96,7 +96,7 @@ def comparison(ratios: Sequence[float] = RATIOS, *, kv_width: int = 192, seed: i
             ("per-group", {"cache_ratio": ratio}),
             ("latent", {"cache_ratio": ratio}),
         ):
-            recipe = Recipe.from_preset(preset, **keys, **{"calibration.seed": seed})
+            recipe = Recipe.from_preset(preset, **keys, **{"calibration.seed": seed, "latent.bits": 16})
             name = f"quick, {recipe.target.layout}" if preset == "quick" else preset
             cases.append(Case(f"{ratio:g} {name}", recipe))
     return cases
@@ -110,8 +110,9 @@ def _fold(rope: int) -> str:
 def ablations(
     preset: str, ratios: Sequence[float] = (0.5, 0.3125), *, layout: str | None = None, seed: int = 0
 ) -> list[Case]:
-    """A preset, in another layout than its own where one is given, then every key that it may change by itself."""
-    given = {} if layout is None else {"layout": layout}
+    """A preset in 16 bits, in another layout than its own where one is given, then every key that it may change by
+    itself."""
+    given = {"latent.bits": 16} | ({} if layout is None else {"layout": layout})
     base = Recipe.from_preset(preset, **given)
     keys, usual = ABLATIONS | (FIT_ABLATIONS if base.fit.steps else {}), base.flat()
     cases = []

@@ -228,7 +228,7 @@ def study(
             started = time.perf_counter()
             if not (target / "config.json").is_file():
                 recipe = {"preset": preset, "layout": "latent", "cache_ratio": float(ratio)}
-                recipe |= {"latent.bits": int(bits) if bits.isdecimal() else bits} if bits else {}
+                recipe["latent.bits"] = bits if bits == "auto" else int(bits or 16)
                 mha2mla.convert(source, target, recipe, evaluation_tokens=512, device=place, progress=False)
             made[name], seconds = target, time.perf_counter() - started
             file = folder / f"{source.name}-kv.json"  # rows of the source over quantised KV caches

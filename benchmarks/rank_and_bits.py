@@ -200,7 +200,7 @@ class StudiedModel:
     def add_rank(self, ratio: float, caches: Sequence[LatentCodes]) -> None:
         """One rank for all layers in 16 bits, by ``quick``, and the same checkpoint over simulated codes."""
         rank = max(CODE_BLOCK, int(ratio * self.full) // CODE_BLOCK * CODE_BLOCK)
-        converted, seconds = self.converted(f"{rank}", "quick", cache_ratio=rank / self.full)
+        converted, seconds = self.converted(f"{rank}", "quick", cache_ratio=rank / self.full, **{"latent.bits": 16})
         same = {"rank": rank, "seconds": seconds}
         rows = [({"cache": f"latent of {rank}, 16 bits", "bits": 16, **same}, partial(ComparedCache, converted))]
         made = quantized_caches(self.source, converted, caches, self.of_bases) if caches else ()
@@ -213,7 +213,7 @@ class StudiedModel:
         if self.losses:
             self.add_by_layer(ratio, "quick", "auto")
             return
-        converted, seconds = self.converted(f"auto-{ratio}", "quick", cache_ratio=ratio, **{"latent.bits": "auto"})
+        converted, seconds = self.converted(f"auto-{ratio}", "quick", cache_ratio=ratio)
         self.losses = read_json(self.work / f"{self.name}-auto-{ratio}", RECORD_FILE)["searches"]
         chosen = list(zip(self.losses["layer_ranks"], self.losses["layer_bits"], strict=True))
         self.add([(_row(f"quick, auto {ratio}", chosen, seconds), partial(ComparedCache, converted))])

@@ -348,7 +348,7 @@ def plan(
     context: int = 8192,
     cache_ratio: Ratios = None,
     layout: Annotated[list[LayoutName] | None, SEVERAL] = None,
-    latent_bits: Literal[16, 8, 4, 3, "auto"] | None = None,
+    latent_bits: Literal[16, 8, 4, 3, 2, "auto"] | None = None,
     json: Json = None,
 ) -> None:
     """Cache, capacity, speed and cost of converting a model, from its config alone.
@@ -362,10 +362,10 @@ def plan(
         gpu: such as h100-80gb, h200-141gb or a100-80gb; default this machine's.
         tp: GPUs that the model is split over; bytes and batches are then of each.
         context: tokens of a sequence.
-        cache_ratio: one or several shares of the source's cache; default 0.5 0.3125 0.25 0.1875 0.125, and of codes
-            0.25 and 0.125 with rank and bits by layer.
+        cache_ratio: one or several shares of the source's cache; default 0.5 0.3125 0.25 0.1875 0.125.
         layout: one or several; default latent.
-        latent_bits: bits of a cached element: 16, or for codes in the layout latent 8, 4, 3 or auto: by layer.
+        latent_bits: bits of a cached element: 16, or in the layout latent 8, 4, 3, 2 or auto, by layer; default auto
+            and 16.
     """
     record = report_file(json, "plan", source)
     announce(f"reading {source}")

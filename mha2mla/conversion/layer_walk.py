@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from mha2mla.modeling.config import MHA2MLAConfig
 
 SAMPLE_TOKENS = 32768  # tokens of a layer's inputs that closed-form fits look at
-FIRST_SAMPLE_TOKENS = 8192  # the same where gradient steps follow
+FIRST_SAMPLE_TOKENS = 8192  # the same where gradient steps follow, and where ranks are compared
 _CUDA_BATCH_TOKENS = 16384  # that a layer sees at a time where launches cost more than the work
 # Share of earlier layers' loss that a layer makes good: the rest is noise to a fit.
 _CORRECTION = 0.5
@@ -204,14 +204,16 @@ class LayerWalk:
         keys = {"dtype": self.model.dtype, "folder": self.folder, "spill_bytes": self.spill_bytes, "device": device}
         return [ActivationStore(self.windows, self.spec.hidden_size, **keys) for _ in range(count)]
 
-    def collector(self, layer: int) -> StatisticsCollector:
+    def collector(self, layer: int, sample_tokens: int | None = None) -> StatisticsCollector:
+        """Of what layer ``layer`` is given; ``sample_tokens`` for closed-form fits to look at, by default more without
+        gradient steps."""
         # Activations may be narrow, what is learnt from them is not.
         dtype = torch.promote_types(self.model.dtype, torch.float32)
         weights = self.adapter.attention_weights(
             self.model.source, self.spec, layer, device=self.model.device, dtype=dtype
         )
         geometry = self.geometries[layer]
-        sampled = FIRST_SAMPLE_TOKENS if self.recipe.fit.steps else SAMPLE_TOKENS
+        sampled = sample_tokens or (FIRST_SAMPLE_TOKENS if self.recipe.fit.steps else SAMPLE_TOKENS)
         return StatisticsCollector(
             self.spec.of_layer(layer),
             weights,
@@ -484,9 +486,10 @@ def _weights(energy: torch.Tensor) -> torch.Tensor:
 
 
 def computed(tensors: Mapping[str, torch.Tensor], model: StreamedModel) -> dict[str, torch.Tensor]:
-    """A converted layer's tensors on the device and in the dtype that ``model`` computes in; frequencies in float32."""
+    """A converted layer's tensors on the device and in the dtype that ``model`` computes in; frequencies, and centers
+    of codes, in float32."""
     return {
-        name: tensor.to(model.device, torch.float32 if name == "inv_freq" else model.dtype)
+        name: tensor.to(model.device, torch.float32 if name in ("inv_freq", "latent_centers") else model.dtype)
         for name, tensor in tensors.items()
     }
 

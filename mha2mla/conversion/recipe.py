@@ -13,7 +13,7 @@ import yaml
 
 from mha2mla.checkpoints import did_you_mean
 from mha2mla.conversion.extension import CalibrationSource, RecipeObject
-from mha2mla.conversion.presets import AUTO, NO_PRESET, PRESETS, choose_preset, with_keys
+from mha2mla.conversion.presets import AUTO, NO_PRESET, PRESETS, choose_preset, with_preset
 from mha2mla.conversion.stages import Calibration, Fit, Latent, Rope, Stage
 from mha2mla.conversion.target import LAYOUTS, Target
 from mha2mla.environment import compute_device
@@ -301,7 +301,7 @@ def stages_of(preset: str, keys: Mapping[str, Any]) -> dict[str, Stage]:
     if not isinstance(preset, str) or preset not in PRESETS:
         names, close = ", ".join(map(repr, (AUTO, *PRESETS))), did_you_mean(preset, (AUTO, *PRESETS))
         raise ValueError(f"preset is {preset!r:.200}; expected one of {names}{close}")
-    values = with_keys(PRESETS[preset], keys)
+    values = with_preset(preset, keys)
     stages = {
         stage: made(**{key: values[flat] for flat, (owner, key) in KEYS.items() if owner == stage and flat in values})
         for stage, made in STAGES.items()

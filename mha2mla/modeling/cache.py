@@ -169,8 +169,8 @@ class LatentCache(Cache):
 
     @property
     def capacity(self) -> int:
-        """Tokens per sequence that the pages hold."""
-        return self.layers[0].capacity
+        """Tokens per sequence that the pages of every layer hold; the last grows last."""
+        return self.layers[-1].capacity
 
     @property
     def nbytes(self) -> int:
@@ -291,7 +291,8 @@ class LatentCache(Cache):
     def _open_for(self, decoder_layers: Sequence[nn.Module], batch: int, query_length: int) -> bool:
         """Makes room in all layers; False where an empty cache cannot know where its layers will run (offloading)."""
         first = self.layers[0]
-        fits = first.is_compileable or first._length + query_length <= first.max_pages * first.page_size
+        # Of all layers, also where an earlier call ran out of memory between two of them.
+        fits = first.is_compileable or first._length + query_length <= self.capacity
         if fits and not first.is_empty and batch == first.batch_size:
             return True  # all layers hold the same tokens
         kinds = []

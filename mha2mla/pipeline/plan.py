@@ -6,7 +6,6 @@ import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,18 @@ from transformers import PreTrainedConfig
 
 from mha2mla.checkpoints import CONFIG_FILE, did_you_mean, find_checkpoint
 from mha2mla.conversion.families import SourceSpec, adapter_for
+from mha2mla.conversion.latent.ranks import reach_of_codes
 from mha2mla.conversion.layer_walk import converted_config
 from mha2mla.conversion.recipe import Recipe, normalize_keys
 from mha2mla.conversion.source.opening import read_source_config
 from mha2mla.conversion.target import DEFAULT_LAYOUT, LayoutName
-from mha2mla.geometry import CODE_BLOCK, code_bytes
+from mha2mla.geometry import CODE_BLOCK, coded_width
 from mha2mla.modeling.cache_layout import PAGE_SIZE, fp8_layout
 from mha2mla.modeling.tensor_parallel import HeadShard
 from mha2mla.pipeline.sizing import (
     ATTENTION_OVER_PREDICTED,
     CODED_LOSSES,
+    CODES_OVER_PREDICTED,
     GPU,
     ITEMSIZE,
     MEASURED_LOSSES,
@@ -39,17 +40,15 @@ from mha2mla.pipeline.sizing import (
 from mha2mla.trial_models import SHAPES, source_config
 
 CACHE_RATIOS = (0.5, 0.3125, 0.25, 0.1875, 0.125)
-CODES = (
-    ("latent", 0.25, "auto"),
-    ("latent", 0.125, "auto"),
-)  # layout, cache ratio and bits of default rows
 PORTABLE = "latent_portable"  # 2.1 ms for 268 MB of latents on an H200 (docs/limits.md): bound by neither limit
 STEP_NOTE = (
     "Largest batch and context: weights and cache in nine tenths of the memory, bfloat16. Step times are predicted:"
     " reading and multiplying, without gaps and communication. Measured on one H200: steps took"
     f" {MEASURED_OVER_PREDICTED[0]} to {MEASURED_OVER_PREDICTED[1]} times as long, attention over computed rotary keys"
     f" alone {ATTENTION_OVER_PREDICTED[0]:.2f} to {ATTENTION_OVER_PREDICTED[1]:.2f} times. Other GPUs: not measured."
-    " Steps over codes: not predicted. The source's row is the bound of any implementation."
+    " Over codes: as over 16 bits of the same rank; attention alone took"
+    f" {CODES_OVER_PREDICTED[0]:.2f} to {CODES_OVER_PREDICTED[1]:.2f} times as long. The source's row is the bound of"
+    " any implementation."
 )
 COST_NOTE = (
     "Estimates from measured conversions of up to 8B parameters; larger layers are extrapolated, and memory of smaller"
@@ -148,7 +147,7 @@ def plan(
         cache_ratios: bytes cached after / before conversion, each in (0, 1]; default :data:`CACHE_RATIOS`.
         latent_bits: recipe key ``latent.bits``; of codes no step is predicted, and of "auto", by which a conversion
             measures rank and bits of each layer, the cache is the budget and weights are those of one rank. By default
-            16, and where neither ratios nor layouts are given the rows of codes :data:`CODES`.
+            "auto", and 16 beside it.
 
     Raises:
         ValueError: an argument out of range, by name, or a source that cannot be converted.
@@ -157,9 +156,13 @@ def plan(
     for name, value in (("tp", tp), ("context", context)):
         if value < 1:
             raise ValueError(f"{name} is {value}; expected 1 or more")
-    targets = [(*each, latent_bits or 16) for each in product(layouts, cache_ratios or CACHE_RATIOS)]
-    if cache_ratios is None and latent_bits is None and layouts == (DEFAULT_LAYOUT,):
-        targets += CODES
+    targets = [
+        (layout, ratio, bits)
+        for layout in layouts
+        for bits in ([latent_bits] if latent_bits else ["auto"] * (layout == DEFAULT_LAYOUT) + [16])
+        for ratio in cache_ratios or CACHE_RATIOS
+        if not (bits == "auto" and ratio == 1)  # which is 16 bits
+    ]
     for _, ratio, _ in targets:
         if not 0 < ratio <= 1:
             raise ValueError(f"cache_ratio is {ratio}; expected a number above 0, at most 1")
@@ -168,19 +171,20 @@ def plan(
     if spec.num_attention_heads % tp:
         raise ValueError(f"tp is {tp}; expected a divisor of the source's {spec.num_attention_heads} query heads")
     before = footprint(config, None, spec, tp)
-    rows = [{"target": "source", **_capacity(before, machine, context, is_served=True)}]
+    rows = [{"target": "source", **_capacity(before, machine, context, before)}]
     commands = []
     path = Path(source).expanduser()
     path = path.parent if path.name == CONFIG_FILE else path
     name = path.resolve().name
     typed = f"path/to/{name}" if source in SHAPES and not path.is_dir() else os.fspath(path)
     for layout, ratio, bits in targets:
-        keys, coded = {"cache_ratio": ratio, "layout": layout}, {"latent.bits": bits} if bits != 16 else {}
-        named = f"{layout} {ratio:g}" + (f", {bits} bits" if coded else "")
+        coded, has_bits = bits != 16, layout == DEFAULT_LAYOUT and ratio != 1
+        named = f"{layout} {ratio:g}" + (f", {bits} bits" if has_bits or coded else "")
         row: dict[str, Any] = {"target": named, "layout": layout, "cache_ratio": ratio}
         rows.append(row)
         try:
-            row |= _converted_row(config, spec, before, machine, tp, context, keys | coded)
+            target = {"cache_ratio": ratio, "layout": layout, "latent.bits": bits}
+            row |= _converted_row(config, spec, before, machine, tp, context, target)
         except ValueError as error:
             row["note"] = f"no conversion: {error}"
             continue
@@ -190,7 +194,7 @@ def plan(
         row["loss"] = "1" if ratio == 1 and not coded else row.get(name, NOT_MEASURED)
         words = ["mha2mla", "convert", typed, f"{name}-{named.replace(' ', '-').replace(',', '')}"]
         words += ["--cache-ratio", f"{ratio:g}", *(["--layout", layout] if layout != DEFAULT_LAYOUT else [])]
-        words += ["--latent.bits", str(bits)] if coded else []
+        words += ["--latent.bits", str(bits)] if bits != "auto" and (has_bits or coded) else []
         commands.append(shlex.join(words + (["--preset", "quick"] if row["preset"] == "quick" else [])))
     summary = {"source": os.fspath(source), "parameters": before.parameters, "gpu": machine.name}
     summary |= {"chosen": chosen} if gpu is None else {}
@@ -208,23 +212,22 @@ def _converted_row(
     target: dict[str, Any],
 ) -> dict[str, Any]:
     recipe, _ = Recipe.choose(normalize_keys(target), "cuda")
-    by_layer = recipe.latent.bits == "auto"
-    if by_layer:
-        target = target | {"latent.bits": _bits_alike(target["cache_ratio"])}
-        recipe, _ = Recipe.choose(normalize_keys(target), "cuda")
     cost = conversion_cost(before.layer_parameters, spec.num_layers, fitted=recipe.fit.steps > 0)
     if cost["gpu_gib"] > machine.memory / 2**30:
         recipe = Recipe.from_preset("quick", **target)
         cost = conversion_cost(before.layer_parameters, spec.num_layers, fitted=False)
     whole = recipe.geometry(spec)
-    budget = target["cache_ratio"] * 2 * whole.source_cache_numel_per_token
-    if by_layer and whole.is_full_rank:  # some layers stay below it
-        less = code_bytes(whole.kv_lora_rank - CODE_BLOCK, whole.latent_bits) / (2 * whole.source_cache_numel_per_token)
-        whole = Recipe.from_preset(recipe.preset, **target | {"cache_ratio": less}).geometry(spec)
+    by_layer = recipe.latent.bits == "auto" and not whole.is_full_rank
+    budget = int(target["cache_ratio"] * 2 * whole.source_cache_numel_per_token)
+    if by_layer:
+        bits = _bits_alike(target["cache_ratio"])
+        most = min(reach_of_codes(whole, budget)[1], whole.full_kv_lora_rank - CODE_BLOCK)  # some layers stay below
+        rank = min(most, coded_width(budget, bits))
+        whole = replace(whole, kv_lora_rank=max(CODE_BLOCK, rank // CODE_BLOCK * CODE_BLOCK), latent_bits=bits)
     geometry = HeadShard.of(whole, 0, tp).geometry
     after = footprint(converted_config(config, spec, (whole,) * spec.num_layers, recipe), geometry, spec, tp)
     if by_layer:  # the layers spend the budget together
-        after = replace(after, token_bytes=int(budget))
+        after = replace(after, token_bytes=budget)
     kernel, why = decode_kernel(geometry, machine.capability)
     eight_bits = None if geometry.has_codes else decode_kernel(geometry, machine.capability, codes=True)[0]
     row: dict[str, Any] = {"d_c": whole.kv_lora_rank, **({"bits": whole.latent_bits} if whole.has_codes else {})}
@@ -236,9 +239,11 @@ def _converted_row(
     if by_layer:
         notes = (why, f"the conversion measures rank and bits of each layer; weights as of rank {row.pop('d_c')}")
         row |= {"bits": "auto", "note": "; ".join(filter(None, notes))}
-    row |= _capacity(after, machine, context, is_served=not why and not geometry.has_codes)
+    # Kernels widen codes before they multiply: steps take about what 16 bits take.
+    read = replace(after, token_bytes=replace(geometry, latent_bits=16).cache_bytes_per_token(ITEMSIZE))
+    row |= _capacity(after, machine, context, None if why else read)
     if "step_ms_largest" in row:
-        steps = steps_by_rotary_width(after, geometry, spec, machine, row["largest_batch"], context)
+        steps = steps_by_rotary_width(read, geometry, spec, machine, row["largest_batch"], context)
         row["step_ms_by_d_r"] = ", ".join(f"{width}: {1e3 * step:.4g}" for width, step in steps.items()) or None
     codes = fp8_layout(geometry, PAGE_SIZE).bytes_per_token * spec.num_layers
     row |= {"bytes_per_token_8_bit": codes if eight_bits else None}
@@ -261,13 +266,14 @@ def _bits_alike(cache_ratio: float) -> int:
     return next((bits for bits, most in ((2, 0.09), (3, 0.15), (4, 0.3125)) if cache_ratio <= most), 8)
 
 
-def _capacity(model: Footprint, machine: GPU, context: int, *, is_served: bool) -> dict[str, Any]:
-    """Cache, largest batch and context, and where a kernel decodes predicted steps: at batch 1 and at the largest."""
+def _capacity(model: Footprint, machine: GPU, context: int, read: Footprint | None) -> dict[str, Any]:
+    """Cache, largest batch and context, and predicted steps at batch 1 and at the largest: of what ``read`` says that
+    they read; None: no kernel decodes them."""
     batch = model.largest_batch(machine, context)
     found: dict[str, Any] = {"weights_gb": model.weights / 1e9, "bytes_per_token": model.cache_bytes_per_token}
     found |= {"largest_batch": batch, "largest_context": model.largest_context(machine)}
-    if batch and is_served:
-        step = model.step_seconds(machine, batch, context)
-        found |= {"step_ms_1": 1e3 * model.step_seconds(machine, 1, context), "step_ms_largest": 1e3 * step}
+    if batch and read is not None:
+        step = read.step_seconds(machine, batch, context)
+        found |= {"step_ms_1": 1e3 * read.step_seconds(machine, 1, context), "step_ms_largest": 1e3 * step}
         found |= {"tokens_per_s": batch / step}
     return found

@@ -8,7 +8,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -36,9 +35,8 @@ from mha2mla.conversion.source.files import FileIdentity
 from mha2mla.environment import device_name, installed_version
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling.config import MHA2MLAConfig
-from mha2mla.pipeline.basis import losses_of_codes
 from mha2mla.pipeline.check import Plan
-from mha2mla.terminal import Span, split
+from mha2mla.terminal import Span
 
 _TEXT, _RANKS = "text", "layer-ranks"  # pieces of the work
 
@@ -133,9 +131,7 @@ def _measured_ranks(
     text, saved = tensor_hash(walk.windows.tokens), work.get(_RANKS)
     if saved is not None and saved[1]["calibration"] == text:
         return saved[1]["chosen"], saved[1]["losses"]
-    search, coding = split(progress, 3, plan.recipe.latent.bits == "auto")
-    codes = partial(losses_of_codes, plan, walk.windows, coding)
-    chosen, losses = choose_layer_ranks(walk, codes, progress=search)
+    chosen, losses = choose_layer_ranks(walk, progress=progress)
     work.put(_RANKS, {}, {"calibration": text, "chosen": chosen, "losses": losses})
     shown = chosen if "bits" in losses else [rank for rank, _ in chosen]
     plan.arguments.say(f"{_RANKS}: {shown} loses least of {losses}")

@@ -22,12 +22,12 @@ from mha2mla.conversion.destination import (
 )
 from mha2mla.conversion.extension import CalibrationSource
 from mha2mla.conversion.fit.reconstruction import ReconstructionError
+from mha2mla.conversion.latent.codes import in_quantised_basis
 from mha2mla.conversion.presets import PresetName, better_than
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.resume import FinishedLayers, WorkFolder, has_pieces
 from mha2mla.conversion.source.files import check_unchanged, faults_of_the_source_named
 from mha2mla.environment import compute_device, few_threads_beside
-from mha2mla.pipeline.basis import in_quantised_basis
 from mha2mla.pipeline.check import (
     EVALUATION_TEXT,
     EVALUATION_TOKENS,
@@ -160,7 +160,7 @@ def _run(plan: Plan, started: float, seconds: dict[str, float]) -> ConversionRep
             with _timed(seconds, "convert"), _overflow_named():
                 convert_layers(prepared, layers, converting)
             with _timed(seconds, "write"):
-                attention = in_quantised_basis(plan, prepared.walk, layers, config, basis)
+                attention = in_quantised_basis(prepared.walk, layers.__getitem__, basis)
                 replaced, writing_bar = opened.attention_names(), replace(arguments, progress=writing)
                 written = write_weights(writing_bar, plan.model, folder, attention, replaced)
             with _timed(seconds, "verify"):
@@ -196,12 +196,11 @@ def stage_shares(recipe: Recipe, held_out: Sequence[HeldOut]) -> tuple[float, ..
 
     As measured on SmolLM2-135M: without gradient steps on two cores, with them on an H200.
     """
-    search = 20.0 if recipe.searches_layer_ranks else 0.0
-    has_basis = recipe.latent.bits != 16
+    searches, has_basis = recipe.searches_layer_ranks, recipe.latent.bits != 16
     if recipe.fit.steps:
-        return 1, 3, search, 75, 2 * has_basis, 1, 2
+        return 1, 3, 20 * searches, 75, 2 * has_basis, 1, 2
     verifying = 29 * sum(each.work for each in held_out) / 110e6  # 2,048 tokens in windows of 512, and one of 8,192
-    return 0.2, 20, search, 44, 8 * has_basis, 0.8, verifying
+    return 0.2, 20, 175 * searches, 44, 8 * has_basis, 0.8, verifying
 
 
 @contextmanager

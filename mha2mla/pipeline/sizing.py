@@ -30,6 +30,8 @@ NOT_MEASURED = "not measured"
 MEASURED_OVER_PREDICTED = (1.07, 1.35)
 # Decode kernels that make rotary keys, but for latent_portable (h200-latent-table.json, h200-latent-wide.json).
 ATTENTION_OVER_PREDICTED = (0.96, 1.90)
+# Attention over codes of 4 bits with computed keys, over the same prediction of 16 bits (h200-codes-decode.json).
+CODES_OVER_PREDICTED = (1.40, 2.57)
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.calibration.statistics import StatisticsCollector
+from mha2mla.conversion.families import UnsupportedSourceError
 from mha2mla.conversion.latent.ranks import choose_layer_ranks
 from mha2mla.conversion.latent.rules import LowRankRule
 from mha2mla.conversion.presets import PRESETS
 from mha2mla.conversion.recipe import selections
 from mha2mla.conversion.target import LAYOUTS
+from mha2mla.pipeline.verify import ParityError
 from tests.conversion import tiny
 from tests.conversion.one_layer import Layer
 from tests.conversion.tiny import Recipe
@@ -229,7 +232,7 @@ def checkpoints(tmp_path_factory):
 
 @each("name, preset", CHECKPOINTS, PRESETS)
 def test_every_preset_converts_every_layer(name, preset, checkpoints, tmp_path):
-    keys = {"fit_steps": min(2, PRESETS[preset].get("fit.steps", 0)), "latent_ranks": "uniform"}
+    keys = {"fit_steps": min(2, PRESETS[preset].get("fit.steps", 0)), "latent_ranks": "uniform", "latent_bits": 16}
     if "kv_lora_rank" in PRESETS[preset]:
         keys |= {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "layout": PRESETS[preset]["layout"]}
     walk = tiny.walk_over(checkpoints(name), Recipe(preset, **keys), tiny.config("qwen2"))
@@ -248,10 +251,27 @@ def test_every_preset_converts_every_layer(name, preset, checkpoints, tmp_path):
         assert None not in itertools.chain(*losses["ranks"].values())
 
 
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_rank_and_bits_of_every_layer_are_found(name, checkpoints, tmp_path):
+    """Latents and gradients may be constant or zero."""
+    recipe = Recipe("quick", cache_ratio=0.16, latent_bits="auto")
+    texts = {"calibration": CHECKPOINTS[name][1], "evaluation": tiny.some_tokens(2, 32)}
+    if name in ("no attention", "one token of a kind"):  # refused for what they are
+        with pytest.raises((UnsupportedSourceError, ParityError)):
+            tiny.convert(checkpoints(name), tmp_path / "mla", recipe, **texts)
+        return
+    report = tiny.convert(checkpoints(name), tmp_path / "mla", recipe, **texts)
+    assert {row["latent_bits"] for row in report.layers} <= {2, 3, 4, 8} and report.cache_ratio <= 0.16
+    state = load_file(tmp_path / "mla" / "model.safetensors")
+    assert not not_finite(state) and sum(key.endswith("latent_centers") for key in state) == 2
+
+
 def test_biases_of_hundreds_cost_no_more_in_bfloat16_than_the_source_s(checkpoints):
     """Of a layer's output, against float64: the converted one's rounding is at most twice the source's own."""
     walk = tiny.walk_over(
-        checkpoints("biases of hundreds"), Recipe("latent", latent_ranks="uniform"), tiny.config("qwen2")
+        checkpoints("biases of hundreds"),
+        Recipe("latent", latent_ranks="uniform", latent_bits=16),
+        tiny.config("qwen2"),
     )
     walk = dataclasses.replace(walk, geometries=walk.recipe.geometries(walk.spec))
     (store,) = walk.new_stores(1)

@@ -46,20 +46,39 @@ def test_auto_is_the_best_that_the_device_can_run(given, device, chosen):
 @pytest.mark.parametrize("layout", MEASURED)
 def test_without_a_gpu_it_says_what_one_would_give_and_where_that_was_measured(layout):
     better = better_than("quick", layout, 0.5)
-    assert f"cpu (an hour), {layout} (needs a GPU)" in better and f"{layout} {MEASURED[layout][layout]}" in better
+    assert f"cpu (an hour or two), {layout} (needs a GPU)" in better
+    assert all(f"{preset} {ratios}" in better for preset, ratios in MEASURED[layout].items())
     assert "windows of 512 / 8192 tokens" in better
     assert better_than("cpu", layout, 0.5).startswith(f"preset {layout} (needs a GPU)")
     best = better_than(layout, layout, 0.5)
     assert best.startswith("a larger cache_ratio") and ("or layout latent" in best) == (layout != "latent")
+    assert (f"latent by quick {MEASURED['latent']['quick']}" in best) == (layout != "latent")
     assert better_than("deepseek-512+64", "shared", None) == better_than("shared", "shared", 0.5)
     assert better_than("quick", layout, 1.0) == "nothing: no number was lost"
 
 
 def test_the_default_layout_s_figures_are_those_of_the_recorded_row():
-    rows = json.loads((RESULTS / "h200-conversion-latent.json").read_text(encoding="utf-8"))["rows"]
-    for preset, name in (("quick", "0.5 quick, latent"), ("latent", "0.5 latent")):
-        row = next(row for row in rows if row["name"] == name)
-        assert MEASURED["latent"][preset] == f"{row['512']:.2f} / {row['8192']:.2f}"
+    rows = json.loads((RESULTS / "h200-row-codes.json").read_text(encoding="utf-8"))["rows"]
+    (row,) = (row for row in rows if row["cache"] == "quick, auto 0.5")
+    assert MEASURED["latent"] == {"quick": f"{row['ratio 512']:.2f} / {row['ratio 8,192']:.2f}"}
+
+
+@pytest.mark.parametrize(
+    ("preset", "keys", "bits"),
+    [
+        *((preset, {}, "auto") for preset in ("quick", "cpu", "latent")),
+        ("latent", {"cache_ratio": 0.125}, "auto"),
+        ("latent", {"cache_ratio": 0.125, "latent.bits": 3}, 3),
+        ("quick", {"layout": "latent", "kv_lora_rank": 64, "qk_rope_head_dim": 16}, 16),
+        ("quick", {"latent.ranks": [32, 64]}, 16),
+        ("quick", {"latent.ranks": [32, 64], "latent.bits": [3, 4]}, [3, 4]),
+        ("quick", {"latent.ranks": "measured"}, "auto"),
+        *((preset, {"layout": "shared"}, 16) for preset in ("quick", "cpu", "latent", "shared")),
+        *((preset, {}, 16) for preset in ("minimal", "care", "shared", "per-group", "deepseek-512+64")),
+    ],
+)
+def test_bits_are_by_layer_where_a_preset_leaves_them_open(preset, keys, bits):
+    assert Recipe.from_preset(preset, **keys).latent.bits == bits
 
 
 @pytest.mark.parametrize("preset", ["quick", "cpu", "minimal"])
@@ -120,7 +139,8 @@ def test_a_recipe_takes_one_preset():
 def test_a_layout_s_own_preset_has_its_name(layout):
     recipe = Recipe.from_preset(layout)
     assert recipe.target.layout == layout and recipe.fit.steps
-    assert replace(recipe, target=Recipe.from_preset("shared").target, preset="shared") == Recipe.from_preset("shared")
+    shared = Recipe.from_preset("shared")
+    assert replace(recipe, target=shared.target, latent=replace(recipe.latent, bits=16), preset="shared") == shared
     assert f"{layout} (needs a GPU)" in better_than("quick", layout, 0.5)
 
 

@@ -32,7 +32,7 @@ def as_markdown(rows: list[dict], columns: dict[str, str]) -> list[str]:
 
 def plan_of(command: str):
     given = parse(*shlex.split(command)[1:])
-    options = {key: given[key] for key in ("gpu", "tp", "context") if key in given}
+    options = {key: given[key] for key in ("gpu", "tp", "context", "latent_bits") if key in given}
     return plan(given["source"], cache_ratios=given.get("cache_ratio", CACHE_RATIOS), **options)
 
 
@@ -64,7 +64,7 @@ def test_plan_has_the_geometry_that_convert_writes(tiny_source, tiny_converted):
 
 
 def test_plan_says_what_kept_rotary_keys_cost():
-    row = plan("qwen2.5-7b", gpu="h200-141gb", cache_ratios=(0.5,)).rows[1]
+    row = plan("qwen2.5-7b", gpu="h200-141gb", cache_ratios=(0.5,), latent_bits=16).rows[1]
     assert (row["d_c"], row["d_r"], row["bytes_per_token"]) == (512, 128, 28 * 2 * 512)
     assert row["bytes_per_token_kept"] == 28 * 2 * (512 + 128)
     assert row["bytes_per_token_kept_8_bit"] == 28 * (2 * 512 + 128 + 4)
@@ -72,7 +72,8 @@ def test_plan_says_what_kept_rotary_keys_cost():
 
 def test_plan_gives_the_step_by_rotary_width():
     """Computed keys of half the width: half of their products, and no others of a step's."""
-    _, row, shared = plan("qwen2.5-7b", gpu="h200-141gb", cache_ratios=(0.5,), layouts=("latent", "shared")).rows
+    layouts = ("latent", "shared")
+    _, row, shared = plan("qwen2.5-7b", gpu="h200-141gb", cache_ratios=(0.5,), layouts=layouts, latent_bits=16).rows
     steps = dict(part.split(": ") for part in row["step_ms_by_d_r"].split(", "))
     tokens = row["largest_batch"] * 8192 * 28
     saved = tokens * 2 * 512 * 64 / GPUS["h200-141gb"].product_rate * 1e3
@@ -87,26 +88,32 @@ def test_plan_counts_the_bytes_of_codes():
     found = plan("qwen2.5-7b", gpu="h200-141gb", cache_ratios=(0.16,), latent_bits=4)
     row = found.rows[1]
     assert (row["d_c"], row["bits"], row["bytes_per_token"]) == (640, 4, 28 * (320 + 4))
-    assert "step_ms_1" not in row and row["note"] is None and row["loss"] == "not measured"
+    (sixteen,) = plan("qwen2.5-7b", gpu="h200-141gb", cache_ratios=(0.625,), latent_bits=16).rows[1:]
+    assert sixteen["d_c"] == 640 and row["step_ms_1"] == pytest.approx(sixteen["step_ms_1"], rel=0.05)
+    assert row["note"] is None and row["loss"] == "not measured"
     assert "--latent.bits 4" in found.commands[0] and row["kernel"] == "codes_latent_cluster"
     (_, older) = plan("qwen2.5-7b", gpu="a100-80gb", cache_ratios=(0.16,), latent_bits=4).rows
     assert older["kernel"] == "latent_portable" and older["note"] == "decode copies codes in 16 bits first"
 
 
-def test_plan_shows_codes_by_default_with_their_losses():
-    """The smallest cache on record was one that plan did not name."""
+def test_plan_shows_bits_by_layer_beside_16_with_their_losses():
     found = plan("smollm2-135m", gpu="h200-141gb")
-    row = found.rows[-1]
+    assert [row["target"] for row in found.rows[1:]] == [
+        f"latent {ratio:g}, {bits} bits" for bits in ("auto", 16) for ratio in CACHE_RATIOS
+    ]
+    row = found.rows[len(CACHE_RATIOS)]
     assert (row["target"], row["bits"], row["bytes_per_token"]) == ("latent 0.125, auto bits", "auto", 23040 // 8)
     assert row["SmolLM2-135M-Instruct"] == "1.061 / 1.075 (quick)"
+    assert [row["target"] for row in plan("smollm2-135m", cache_ratios=(1.0,)).rows[1:]] == ["latent 1"]
     (_, three) = plan("smollm2-135m", gpu="h200-141gb", cache_ratios=(0.125,), latent_bits=3).rows
     assert three["SmolLM2-135M-Instruct"] == "1.067 / 1.092 (quick)" and three["bytes_per_token"] == 2640
     (_, four) = plan("smollm2-135m", gpu="h200-141gb", cache_ratios=(0.3,), latent_bits=4).rows
     assert four["SmolLM2-135M-Instruct"] == NOT_MEASURED
-    auto = found.rows[-2]
+    auto = found.rows[3]
     assert (auto["target"], auto["bits"], auto["bytes_per_token"]) == ("latent 0.25, auto bits", "auto", 23040 // 4)
-    assert auto["SmolLM2-135M-Instruct"] == "1.010 / 1.013 (quick)" and "step_ms_1" not in auto
-    assert found.commands[-2].endswith("--cache-ratio 0.25 --latent.bits auto") and "each layer" in auto["note"]
+    assert auto["SmolLM2-135M-Instruct"] == "1.010 / 1.013 (quick)" and "step_ms_1" in auto
+    assert found.commands[2].endswith("--cache-ratio 0.25") and "each layer" in auto["note"]
+    assert found.commands[7].endswith("--cache-ratio 0.25 --latent.bits 16")
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.3125, 0.25, 0.1875, 0.125])
@@ -132,9 +139,11 @@ def test_plan_gives_commands_that_parse():
     found = plan("llama-3-70b", gpu="h100-80gb", tp=4, cache_ratios=(0.5, 1.0), layouts=("latent", "shared"))
     for command, row in zip(found.commands, found.rows[1:], strict=True):
         given = parse(*shlex.split(command)[1:])
-        recipe = {key: value for key, value in vars(given["keys"]).items() if value is not None}
+        recipe = {key.replace("__", "."): value for key, value in vars(given["keys"]).items() if value is not None}
         assert float(recipe["cache_ratio"]) == row["cache_ratio"] and recipe.get("layout", "latent") == row["layout"]
-        assert Recipe(**recipe | {"cache_ratio": float(recipe["cache_ratio"])}).preset == "quick" == row["preset"]
+        recipe = Recipe(**recipe | {"cache_ratio": float(recipe["cache_ratio"])})
+        assert recipe.preset == "quick" == row["preset"]
+        assert (recipe.latent.bits == "auto") == ("auto" in row["target"] or row["target"] == "latent 1")
 
 
 def test_plan_never_extrapolates_a_loss():
@@ -176,10 +185,13 @@ def test_plan_refuses_what_is_converted(tiny_converted):
 
 def test_plan_verb_prints_and_writes(tiny_source, tmp_path, capsys):
     file = tmp_path / "plan.json"
-    assert run("plan", tiny_source, "--gpu", "h100-80gb", "--cache-ratio", "0.5", "--json", file) == 0
+    assert (
+        run("plan", tiny_source, "--gpu", "h100-80gb", "--cache-ratio", "0.5", "--latent-bits", "16", "--json", file)
+        == 0
+    )
     out = capsys.readouterr().out
     for text in ("latent 0.5", NOT_MEASURED, "SmolLM2-135M-Instruct", f"mha2mla convert {tiny_source}"):
         assert text in out
-    assert not re.search(r"\b(bits|note)\b", out.partition("Largest batch")[0]), "columns without a value"
+    assert not re.search(r"\b(d_c +bits|note)\b", out.partition("Largest batch")[0]), "columns without a value"
     written = json.loads(file.read_text(encoding="utf-8"))
     assert written["kind"] == "plan" and len(written["rows"]) == 2 and len(written["commands"]) == 1

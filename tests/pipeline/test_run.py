@@ -147,7 +147,7 @@ def test_a_gpu_converts_as_a_cpu_does(layout, source, tmp_path):
 
 
 def test_convert_reads_a_key_projection_three_times(source, tmp_path):
-    """To check it, to take statistics and convert by, and to verify."""
+    """To check it, to take statistics and convert by, and to verify. A search, and bases of codes, read it again."""
     reads, code = [], CheckpointReader._finite.__code__
 
     def count(frame, event, _):
@@ -156,7 +156,7 @@ def test_convert_reads_a_key_projection_three_times(source, tmp_path):
 
     sys.setprofile(count)
     try:
-        convert(source, tmp_path / "out", {**SHORT, "preset": "quick"})
+        convert(source, tmp_path / "out", {**SHORT, "preset": "quick", "latent.bits": 16})
     finally:
         sys.setprofile(None)
     assert reads.count("model.layers.0.self_attn.k_proj.weight") == 3

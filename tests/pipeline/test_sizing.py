@@ -12,6 +12,7 @@ from mha2mla.modeling.tensor_parallel import HeadShard
 from mha2mla.pipeline.sizing import (
     ATTENTION_OVER_PREDICTED,
     CODED_LOSSES,
+    CODES_OVER_PREDICTED,
     CONVERSIONS,
     GPUS,
     MEASURED_LOSSES,
@@ -85,6 +86,18 @@ def test_attention_times_lie_within_the_stated_factor():
     assert min(portable) > 5, "its steps may be predicted, too"
 
 
+def test_times_over_codes_lie_within_the_stated_factor_of_16_bits():
+    factors = []
+    for row in rows("h200-codes-decode"):
+        if row["status"] == "ok" and row["S_q"] == 1:
+            heads, rank, rope = row["H"], row["d_c"], row["d_r"]
+            products, keys = 2 * heads * (2 * rank + rope), 2 * rank * rope
+            layer = Footprint(0, 0, 0, 0, 0, 0.0, 2 * rank, products, keys, (None,), True)
+            predicted = layer.attention_seconds(H200, row["B"], row["longest"])
+            factors.append(row["codes_computed_us"] / 1e6 / predicted)
+    assert len(factors) == 12 and extremes(factors) == CODES_OVER_PREDICTED
+
+
 @pytest.mark.parametrize(("tp", "name"), [(1, "h200-one-gpu"), (2, "h200-two-gpus")])
 def test_memory_is_the_measured_one(tp, name):
     (row,) = rows(name)
@@ -132,7 +145,7 @@ def test_losses_are_those_of_the_quality_page():
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
     small, larger = (figures for _, figures in MEASURED_LOSSES.values())
     for (preset, layout), by_ratio in small.items():
-        name = "quick, shared" if (preset, layout) == ("quick", "shared") else preset
+        name = preset + {("quick", "shared"): ", shared"}.get((preset, layout), ", 16 bits" * (layout == "latent"))
         assert {float(line[0]): line[4] for line in lines if len(line) == 6 and line[1] == name} == by_ratio
     on_page = {float(line[0]): line[3].split(" / ") for line in lines if len(line) == 5 and line[1].isdigit()}
     assert {ratio: f"{losses[0]} / {losses[1]}" for ratio, losses in on_page.items()} == larger["latent", "latent"]

@@ -107,6 +107,18 @@ class TokenBlocks:
         parts = (TokenBlocks(self.tokens[part], tuple(self.lengths[block] for block in part)) for part in (fit, judge))
         return tuple(parts)
 
+    def shortened(self, tokens: int) -> TokenBlocks:
+        """All windows; or where they are more, so many ``tokens`` of them, the same of every length: without lengths of
+        which not one window of each would fit, but for the shortest."""
+        if self.tokens.numel() <= tokens:
+            return self
+        lengths = self.window_lengths
+        fit = [lengths[:count] for count in range(1, len(lengths) + 1) if count * lengths[count - 1] <= tokens]
+        kept = fit[-1] if fit else lengths[:1]
+        size = max(1, tokens // len(kept) // kept[-1]) * kept[-1]
+        chosen = [self.tokens[list(self.of_length(length))].flatten()[:size] for length in kept]
+        return TokenBlocks.of([part.view(-1, length) for part, length in zip(chosen, kept, strict=True)])
+
 
 def default_lengths(context: int | None) -> tuple[int, ...]:
     """:data:`LENGTHS` as far as a model's context reaches, and the longest length that it does reach.

@@ -219,7 +219,7 @@ class LatentTap(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
-class _GradientTap(LatentTap):
+class GradientTap(LatentTap):
     """Keeps latents, and a zero added to each whose gradient is the latent's."""
 
     def __init__(self, num_layers: int, has_rope_cache: bool) -> None:
@@ -251,7 +251,7 @@ def latent_statistics(
     gradients: list[list[Tensor]] = [[] for _ in range(layers)]
     each = windows.to(model.device).split(1)
     for ids in progress_bar(each, show=progress, desc="basis of the codes", unit="window"):
-        tap = _GradientTap(layers, config.has_rope_cache)
+        tap = GradientTap(layers, config.has_rope_cache)
         with torch.enable_grad():
             logits = model(input_ids=ids, past_key_values=tap, use_cache=True).logits[0].float()
             with torch.no_grad():
@@ -261,11 +261,11 @@ def latent_statistics(
             latents[layer].append(tap.latents[layer][0, 1:])  # without the first token, which is a sink
             gradients[layer].append(found[layer][0, 1:])
     step = max(1, windows.numel() // FIRST_TOKENS)
-    tap = _GradientTap(layers, config.has_rope_cache)
+    tap = GradientTap(layers, config.has_rope_cache)
     with torch.no_grad():
         model(input_ids=windows.flatten()[::step][:, None].to(model.device), past_key_values=tap, use_cache=True)
     first = [latent[:, 0].float() for latent in tap.latents]
-    return [_statistics(torch.cat(latents[i]), torch.cat(gradients[i]), first[i]) for i in range(layers)]
+    return [statistics_of(torch.cat(latents[i]), torch.cat(gradients[i]), first[i]) for i in range(layers)]
 
 
 def layer_statistics(
@@ -287,7 +287,7 @@ def layer_statistics(
     """
     latents, gradients, first = [], [], []
     for inputs, weights in batches:
-        tap = _GradientTap(layer_idx + 1, has_rope_cache)
+        tap = GradientTap(layer_idx + 1, has_rope_cache)
         generator = torch.Generator(inputs.device).manual_seed(seed + len(first))
         with torch.enable_grad():
             made = forward(inputs, past_key_values=tap)
@@ -296,10 +296,10 @@ def layer_statistics(
         latents.append(tap.latents[0][:, 1:].flatten(0, 1).float())
         gradients.append(found[:, 1:].flatten(0, 1))
         first.append(tap.latents[0][:, 0].float())
-    return _statistics(torch.cat(latents), torch.cat(gradients), torch.cat(first))
+    return statistics_of(torch.cat(latents), torch.cat(gradients), torch.cat(first))
 
 
-def _statistics(latents: Tensor, gradients: Tensor, first: Tensor) -> LatentStatistics:
+def statistics_of(latents: Tensor, gradients: Tensor, first: Tensor) -> LatentStatistics:
     """Statistics of latents and gradients [N, d_c], without rows of outlying energy."""
     energy = (latents - latents.mean(0)).square().sum(-1)
     kept = energy <= OUTLYING_ENERGY * energy.median()

@@ -2,8 +2,8 @@
 
 Layers differ in what a byte of cache is worth. Each is converted alone, at a few ranks, in an otherwise untouched
 source, and the divergence of the predictions is what that rank loses there. Where bits are chosen too, codes add a loss
-that is measured of the whole conversion at one rank (``pipeline.basis.losses_of_codes``), and is taken to be the same
-at every rank. One knapsack spends the budget.
+that is measured of the whole conversion at one rank (``latent.codes``), and is taken to be the same at every rank. One
+knapsack spends the budget.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 from mha2mla.conversion.calibration.blocks import ActivationStore, TokenBlocks
 from mha2mla.conversion.fit.reconstruction import ReconstructionProblem
 from mha2mla.conversion.fit.repeatable import tf32_on_cuda
-from mha2mla.conversion.layer_walk import LayerWalk, block_forward, computed, token_weights
+from mha2mla.conversion.latent.codes import losses_of_codes
+from mha2mla.conversion.layer_walk import FIRST_SAMPLE_TOKENS, LayerWalk, block_forward, computed, token_weights
 from mha2mla.conversion.predictions import kl_divergence
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.conversion.target import GRANULE, fast_rank
@@ -31,20 +32,24 @@ from mha2mla.terminal import Span, progress_bar, split
 FACTORS = (0.25, 0.6, 1.0, 1.5)
 WIDEST_MEAN = 0.6  # of the full rank: what the uniform rank counts as at most, where bits are chosen too
 MOST = 2.0  # most that a layer may get, over the uniform rank
-STEPS = 100  # gradient steps of a measurement; closed forms alone flatter the layers that gradients help least
+# Gradient steps of a measurement, and their share of a conversion's: closed forms alone flatter the layers that
+# gradients help least.
+_STEPS, _STEPS_SHARE = 100, 1 / 20
 _STEP_TOKENS = 2048  # most that such a step takes, but for a whole block
 _FITTED_TOKENS = 98304
-_JUDGED_TOKENS = 24576
+_JUDGED_TOKENS = 24576  # most, and
+_JUDGED_SHARE = (
+    1 / 12
+)  # of the calibration text: each passes all layers behind the one that is converted, at every rank
 _BATCH_TOKENS = 16384
 _PREDICTED_TOKENS = 512  # at a time: each has a probability for every token of the vocabulary
 
 
-CodeLosses = Callable[[MLAGeometry, list[dict[str, torch.Tensor]]], list[dict[int, float]]]
 Choice = tuple[int, int]  # rank and bits of a layer
 
 
 def choose_layer_ranks(
-    walk: LayerWalk, losses_of_codes: CodeLosses | None = None, *, progress: bool | Span = False
+    walk: LayerWalk, *, progress: bool | Span = False
 ) -> tuple[list[Choice], dict[str, dict[str, list[float | None]]]]:
     """Rank and bits of every layer, and the losses they are chosen by: rank → each layer's, bits → each layer's.
 
@@ -53,29 +58,26 @@ def choose_layer_ranks(
     next-token predictions from those of the source with one layer converted (nats per token, on held-out calibration
     windows); between and above the measured ranks its logarithm is taken as linear. A layer with a loss that is not
     finite (None in what is returned) gets the uniform rank.
-
-    Args:
-        losses_of_codes: geometry and tensors of all layers → the loss of codes by layer, bits → nats per token; for
-            bits that are ``"auto"``.
     """
     geometry, is_auto = walk.geometries[0], walk.recipe.latent.bits == "auto"
     budget, mean, bits = geometry.cache_bytes_per_token(2), geometry.kv_lora_rank, [geometry.latent_bits]
     # Few steps make few geometries, and each is a compilation of the decode kernel.
     step = next((step for step in (64, 32, 16) if mean >= 5 * step), GRANULE)
     step = CODE_BLOCK if is_auto or geometry.has_codes else step
-    if is_auto:  # the narrowest codes hold the widest latent
-        source, bits = 2 * geometry.source_cache_numel_per_token, sorted(LATENT_BITS)
-        budget = math.floor(walk.recipe.target.cache_ratio * source + 1e-9)
-        # Where it is wide, measured ranks still differ: a loss at full rank alone says nothing of a smaller one.
-        widest = max(step, math.floor(WIDEST_MEAN * geometry.full_kv_lora_rank / step) * step)
-        mean = min(coded_width(budget, bits[0]), widest)
-    most = most_rank(replace(geometry, latent_bits=min(bits)), step, mean)
+    if is_auto:
+        bits = sorted(LATENT_BITS)
+        budget = math.floor(walk.recipe.target.cache_ratio * 2 * geometry.source_cache_numel_per_token + 1e-9)
+        mean, most = reach_of_codes(geometry, budget)
+    else:
+        most = most_rank(geometry, step, mean)
     ranks = sorted({min(most, max(step, round(factor * mean / step) * step)) for factor in FACTORS})
     fitted, judged = walk.windows.divided(_FITTED_TOKENS, _JUDGED_TOKENS)
+    judged = judged.shortened(int(_JUDGED_SHARE * walk.windows.tokens.numel()))
     geometries = [replace(geometry, kv_lora_rank=rank) for rank in ranks]
     keep = (min(geometries, key=lambda each: abs(each.kv_lora_rank - mean)), []) if is_auto else None
-    losses = measure_losses(replace(walk, windows=fitted), geometries, judged, keep, progress=progress)
-    codes = losses_of_codes(*keep) if is_auto else [{bits[0]: 0.0}] * len(losses)
+    search, coding = split(progress, 3, is_auto)
+    losses = measure_losses(replace(walk, windows=fitted), geometries, judged, keep, progress=search)
+    codes = losses_of_codes(walk, *keep, coding) if is_auto else [{bits[0]: 0.0}] * len(losses)
     finite = [all(map(math.isfinite, (*layer, *loss.values()))) for layer, loss in zip(losses, codes, strict=True)]
     by_rank = [dict(zip(ranks, layer, strict=True)) for layer in losses]
     open_layers, steps = itertools.compress(zip(by_rank, codes, strict=True), finite), range(ranks[0], most + 1, step)
@@ -109,6 +111,16 @@ def _finite(loss: float) -> float | None:
     return loss if math.isfinite(loss) else None
 
 
+def reach_of_codes(geometry: MLAGeometry, budget: int) -> tuple[int, int]:
+    """The rank that measured ones lie around, and the largest of a layer, where rank and bits share ``budget`` bytes of
+    a token."""
+    # Where the budget is large, measured ranks still differ: a loss at full rank alone says nothing of a smaller one.
+    widest = max(CODE_BLOCK, math.floor(WIDEST_MEAN * geometry.full_kv_lora_rank / CODE_BLOCK) * CODE_BLOCK)
+    narrowest = min(LATENT_BITS)  # which hold the widest latent
+    mean = min(coded_width(budget, narrowest), widest)
+    return mean, most_rank(replace(geometry, latent_bits=narrowest), CODE_BLOCK, mean)
+
+
 def most_rank(geometry: MLAGeometry, step: int, mean: int) -> int:
     """Largest rank of a layer, for a ``mean`` one: where ``geometry`` has a fast decode kernel, no layer gets a rank
     without."""
@@ -136,7 +148,8 @@ def measure_losses(
     the others, so that a layer's weights are read once.
     """
     model, recipe, layers = walk.model, walk.recipe, walk.spec.num_layers
-    fit = replace(recipe.fit, steps=min(STEPS, recipe.fit.steps), tokens=min(_STEP_TOKENS, recipe.fit.tokens))
+    steps = min(_STEPS, math.ceil(_STEPS_SHARE * recipe.fit.steps))
+    fit = replace(recipe.fit, steps=steps, tokens=min(_STEP_TOKENS, recipe.fit.tokens))
     walks = [replace(walk, geometries=(geometry,) * layers, recipe=replace(recipe, fit=fit)) for geometry in geometries]
     # Streams of judged windows all lie in one place: on disk when they are larger together.
     streams = 1 + layers * len(geometries)
@@ -154,7 +167,7 @@ def measure_losses(
                 for store in perturbed:
                     model.run_layer(module, layer, store, tokens=_BATCH_TOKENS)
             _pass(lambda hidden: hidden, fitted, targets, model.device)
-            collector = walks[0].collector(layer)
+            collector = walks[0].collector(layer, FIRST_SAMPLE_TOKENS)
             model.run_layer(module, layer, targets, tokens=_BATCH_TOKENS, observe=collector.add)
             statistics, prepared, window = collector.finish(), {}, walk.first_window(fitted)
             weights = token_weights(targets, _BATCH_TOKENS, model.device) if fit.steps else None

@@ -70,6 +70,27 @@ def test_lengths_have_the_same_share_of_what_is_chosen(short, long, fitted, judg
         assert mine and theirs and (count == 1 or not mine & theirs)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "lengths"),
+    [
+        (200, (4,) * 16 + (8,) * 8 + (32,) * 2),
+        (96, (4,) * 8 + (8,) * 4 + (32,)),
+        (95, (4,) * 10 + (8,) * 5),
+        (20, (4, 4, 8)),
+        (12, (4, 4, 4)),
+        (1, (4,)),
+    ],
+)
+def test_fewer_tokens_are_windows_of_the_lengths_that_fit(tokens, lengths):
+    blocks = TokenBlocks.of([torch.arange(64).view(-1, length) for length in (4, 8, 32)])
+    found = blocks.shortened(tokens)
+    windows = [row for block, length in zip(found.tokens, found.lengths, strict=True) for row in block.split(length)]
+    assert tuple(map(len, windows)) == lengths
+    for length in set(lengths):
+        whole = torch.cat([row for row in windows if len(row) == length])
+        assert torch.equal(whole, torch.arange(len(whole)))
+
+
 @given(st.integers(2, 300_000))
 def test_default_lengths_reach_the_context_and_divide_the_longest(context):
     lengths = default_lengths(context)
