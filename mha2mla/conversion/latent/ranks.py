@@ -37,10 +37,9 @@ MOST = 2.0  # most that a layer may get, over the uniform rank
 _STEPS, _STEPS_SHARE = 100, 1 / 20
 _STEP_TOKENS = 2048  # most that such a step takes, but for a whole block
 _FITTED_TOKENS = 98304
-_JUDGED_TOKENS = 24576  # most, and
-_JUDGED_SHARE = (
-    1 / 12
-)  # of the calibration text: each passes all layers behind the one that is converted, at every rank
+# Most tokens to judge by, and their share of the calibration text: each passes all layers behind the one that is
+# converted, at every rank.
+_JUDGED_TOKENS, _JUDGED_SHARE = 24576, 1 / 6
 _BATCH_TOKENS = 16384
 _PREDICTED_TOKENS = 512  # at a time: each has a probability for every token of the vocabulary
 
