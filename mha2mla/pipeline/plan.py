@@ -145,9 +145,8 @@ def plan(
         gpu: one of :data:`GPUS`; default this machine's.
         tp: GPUs that a model is split over.
         cache_ratios: bytes cached after / before conversion, each in (0, 1]; default :data:`CACHE_RATIOS`.
-        latent_bits: recipe key ``latent.bits``; of codes no step is predicted, and of "auto", by which a conversion
-            measures rank and bits of each layer, the cache is the budget and weights are those of one rank. By default
-            "auto", and 16 beside it.
+        latent_bits: recipe key ``latent.bits``. Of "auto", by which a conversion measures rank and bits of each layer,
+            the cache is the budget; weights and steps are those of one rank. By default "auto", and 16 beside it.
 
     Raises:
         ValueError: an argument out of range, by name, or a source that cannot be converted.

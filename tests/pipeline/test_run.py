@@ -162,6 +162,17 @@ def test_convert_reads_a_key_projection_three_times(source, tmp_path):
     assert reads.count("model.layers.0.self_attn.k_proj.weight") == 3
 
 
+@pytest.mark.parametrize(
+    "case", ["gemma3", "glm4-no-biases", "olmo3-yarn", "phi3-partial-longrope", "qwen3-moe-sliding"]
+)
+def test_the_default_takes_every_family(case, checkpoint_of, tmp_path):
+    """Rank and bits by layer: with experts, windows, two tables, norms of queries and keys, partial rotation."""
+    texts = {"calibration": tiny.some_tokens(32, 32), "evaluation": tiny.some_tokens(2, 32)}
+    report = convert(checkpoint_of(case), tmp_path / "mla", {"preset": "quick", "cache_ratio": 0.25}, **texts)
+    assert {row["latent_bits"] for row in report.layers} <= {2, 3, 4, 8} and 0.1 < report.cache_ratio <= 0.25
+    assert not any(row["fallback"] for row in report.layers) and report.parity.kl < 1
+
+
 @pytest.mark.parametrize(("family", "given"), [("llama", {"attention_bias": True}), ("qwen3", {}), ("gemma3_text", {})])
 def test_a_folded_basis_changes_no_prediction(family, given, tmp_path):
     """In 16 bits: of the same layers, which an unfolded conversion of the same rank writes."""
