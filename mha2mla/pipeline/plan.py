@@ -160,7 +160,7 @@ def plan(
         for layout in layouts
         for bits in ([latent_bits] if latent_bits else ["auto"] * (layout == DEFAULT_LAYOUT) + [16])
         for ratio in cache_ratios or CACHE_RATIOS
-        if not (bits == "auto" and ratio == 1)  # which is 16 bits
+        if latent_bits or not (bits == "auto" and ratio == 1)  # which is 16 bits
     ]
     for _, ratio, _ in targets:
         if not 0 < ratio <= 1:
@@ -177,8 +177,9 @@ def plan(
     name = path.resolve().name
     typed = f"path/to/{name}" if source in SHAPES and not path.is_dir() else os.fspath(path)
     for layout, ratio, bits in targets:
-        coded, has_bits = bits != 16, layout == DEFAULT_LAYOUT and ratio != 1
-        named = f"{layout} {ratio:g}" + (f", {bits} bits" if has_bits or coded else "")
+        coded = bits != 16
+        says_bits = coded or (layout == DEFAULT_LAYOUT and ratio != 1)
+        named = f"{layout} {ratio:g}" + (f", {bits} bits" if says_bits else "")
         row: dict[str, Any] = {"target": named, "layout": layout, "cache_ratio": ratio}
         rows.append(row)
         try:
@@ -193,7 +194,7 @@ def plan(
         row["loss"] = "1" if ratio == 1 and not coded else row.get(name, NOT_MEASURED)
         words = ["mha2mla", "convert", typed, f"{name}-{named.replace(' ', '-').replace(',', '')}"]
         words += ["--cache-ratio", f"{ratio:g}", *(["--layout", layout] if layout != DEFAULT_LAYOUT else [])]
-        words += ["--latent.bits", str(bits)] if bits != "auto" and (has_bits or coded) else []
+        words += ["--latent.bits", str(bits)] if says_bits and bits != "auto" else []
         commands.append(shlex.join(words + (["--preset", "quick"] if row["preset"] == "quick" else [])))
     summary = {"source": os.fspath(source), "parameters": before.parameters, "gpu": machine.name}
     summary |= {"chosen": chosen} if gpu is None else {}

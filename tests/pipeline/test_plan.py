@@ -105,6 +105,8 @@ def test_plan_shows_bits_by_layer_beside_16_with_their_losses():
     assert (row["target"], row["bits"], row["bytes_per_token"]) == ("latent 0.125, auto bits", "auto", 23040 // 8)
     assert row["SmolLM2-135M-Instruct"] == "1.061 / 1.075 (quick)"
     assert [row["target"] for row in plan("smollm2-135m", cache_ratios=(1.0,)).rows[1:]] == ["latent 1"]
+    (_, asked) = plan("smollm2-135m", cache_ratios=(1.0,), latent_bits="auto").rows
+    assert asked["target"] == "latent 1, auto bits" and asked["bytes_per_token"] == 23040
     (_, three) = plan("smollm2-135m", gpu="h200-141gb", cache_ratios=(0.125,), latent_bits=3).rows
     assert three["SmolLM2-135M-Instruct"] == "1.067 / 1.092 (quick)" and three["bytes_per_token"] == 2640
     (_, four) = plan("smollm2-135m", gpu="h200-141gb", cache_ratios=(0.3,), latent_bits=4).rows
@@ -185,10 +187,8 @@ def test_plan_refuses_what_is_converted(tiny_converted):
 
 def test_plan_verb_prints_and_writes(tiny_source, tmp_path, capsys):
     file = tmp_path / "plan.json"
-    assert (
-        run("plan", tiny_source, "--gpu", "h100-80gb", "--cache-ratio", "0.5", "--latent-bits", "16", "--json", file)
-        == 0
-    )
+    options = ("--gpu", "h100-80gb", "--cache-ratio", "0.5", "--latent-bits", "16")
+    assert run("plan", tiny_source, *options, "--json", file) == 0
     out = capsys.readouterr().out
     for text in ("latent 0.5", NOT_MEASURED, "SmolLM2-135M-Instruct", f"mha2mla convert {tiny_source}"):
         assert text in out

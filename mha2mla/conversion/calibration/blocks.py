@@ -108,8 +108,8 @@ class TokenBlocks:
         return tuple(parts)
 
     def shortened(self, tokens: int) -> TokenBlocks:
-        """All windows; or where they are more, so many ``tokens`` of them, the same of every length: without lengths of
-        which not one window of each would fit, but for the shortest."""
+        """These windows, or where they are more about ``tokens`` of them, equally many of each length. Long windows of
+        which not one fits are left out; of the shortest there is always one."""
         if self.tokens.numel() <= tokens:
             return self
         lengths = self.window_lengths
