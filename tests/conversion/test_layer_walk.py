@@ -15,7 +15,7 @@ from mha2mla.conversion.fit import reconstruction
 from mha2mla.conversion.fit.reconstruction import ReconstructionError, reconstruct
 from mha2mla.conversion.latent.basis import layer_statistics
 from mha2mla.conversion.layer import finish_layer, prepare_layer
-from mha2mla.conversion.layer_walk import LayerSteps, LayerWalk, token_weights
+from mha2mla.conversion.layer_walk import LayerSteps, LayerWalk, block_forward, token_weights
 from mha2mla.conversion.source.files import CheckpointReader
 from mha2mla.conversion.source.streaming import StreamedModel
 from tests.conversion import tiny
@@ -180,13 +180,24 @@ def test_steps_feel_the_codes_and_gradients_pass(case, sources, tmp_path):
         assert tiny.relative(moved, coded.detach()) > 1e-4  # codes are differences from other centers
         found.append(reconstruct(problem, tensors, fit, **keys))
         assert torch.equal(found[-1].tensors["latent_centers"], tensors["latent_centers"])
+        # The same steps over latents without codes end at larger errors of codes.
+        unfelt = replace(problem, forward=block_forward(walks[0], 0, walks[0].model.layer(0)))
+        rest = {name: tensor for name, tensor in tensors.items() if name != "latent_centers"}
+        others = tensors | reconstruct(unfelt, rest, fit, **keys).tensors
+        assert error(problem, found[-1].tensors) < error(problem, others)
         return found[-1]
 
+    @torch.no_grad()
+    def error(problem, tensors):
+        inputs, targets = (store.read(slice(0, len(store)), CPU) for store in (problem.inputs, problem.targets))
+        return tiny.relative(problem.forward({name: each.float() for name, each in tensors.items()}, inputs), targets)
+
     encoder = "kv_a_proj.weight" if case == "llama" else "v_a_proj.weight"
-    coded, plain = (
-        first(sequence(sources(case), Recipe(**CODED, latent_bits=bits), tmp_path, windows=64, steps=steps))
+    walks = [
+        sequence(sources(case), Recipe(**CODED, latent_bits=bits), tmp_path, windows=64, steps=steps)
         for bits, steps in ((3, LayerSteps(reconstruct=observed)), (16, LayerSteps()))
-    )
+    ]
+    coded, plain = map(first, walks)
     assert len(found) == 1 and "latent_centers" not in coded.tensors
     assert coded.loss_before > 1.1 * plain.loss_before
     assert coded.loss_after < coded.loss_before
