@@ -59,7 +59,7 @@ def test_without_a_gpu_it_says_what_one_would_give_and_where_that_was_measured(l
 
 def test_the_default_layout_s_figures_are_those_of_the_recorded_row():
     rows = json.loads((RESULTS / "h200-row-codes.json").read_text(encoding="utf-8"))["rows"]
-    (row,) = (row for row in rows if row["cache"] == "quick, auto 0.5")
+    (row,) = (row for row in rows if row["cache"] == "quick, auto 0.5" and row["model"].startswith("SmolLM2"))
     assert MEASURED["latent"] == {"quick": f"{row['ratio 512']:.2f} / {row['ratio 8,192']:.2f}"}
 
 
