@@ -307,14 +307,16 @@ def test_merged_adapters_are_the_unmerged(folders):
     pytest.importorskip("peft")
     settings = run.Settings.of("quick", tokens=128, length=32, long_length=32, train="lora", lora_rank=4)
     models = student.load_models(*folders, torch.device("cpu"), settings)
+    models.student.double(), models.teacher.double()  # far beyond what rounding of float32 does to such weights
     trained = [each for each in models.student.parameters() if each.requires_grad]
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for each in trained:
-            each.normal_(std=0.3)
+            each.normal_(std=0.3, generator=generator)
         ids = tiny.some_tokens()
         unmerged, source = models.student(ids).logits, models.teacher(ids).logits
         merged = models.trained()
-        assert tiny.relative(models.student(ids).logits, unmerged) < 1e-5 < tiny.relative(unmerged, source)
+        assert tiny.relative(models.student(ids).logits, unmerged) < 1e-9 < tiny.relative(unmerged, source)
     stored = load_file(folders[1] / "model.safetensors")
     assert {name: each.shape for name, each in merged.items()} == {name: stored[name].shape for name in merged}
     assert len(merged) == 2 * 4 and not any(torch.equal(each, stored[name]) for name, each in merged.items())
