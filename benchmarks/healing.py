@@ -40,6 +40,7 @@ from benchmarks.recording import Recording, command
 from mha2mla.checkpoints import read_json
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.calibration.generated_text import generate_windows
+from mha2mla.conversion.calibration.texts import GENERATED, OwnText
 from mha2mla.conversion.resume import WorkFolder
 from mha2mla.conversion.source.opening import open_source
 from mha2mla.environment import compute_device
@@ -124,7 +125,7 @@ def perplexities_of_own_text(
     source's own context hides where a model leads itself."""
     found = {}
     for name, model in (("source", source), ("converted", converted)):
-        windows = generate_windows(model, tokenizer, length, count, seed=0)
+        (windows,) = generate_windows(model, tokenizer, [OwnText(GENERATED, length, count)], seed=0)
         found[f"perplexity_of_{name}s_text"] = source_perplexity(source, TokenBlocks.of(windows))
     return found
 

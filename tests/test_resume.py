@@ -184,7 +184,7 @@ def repeated(*arguments, **keys):
 
 
 def test_an_interrupt_before_anything_is_finished_leaves_nothing(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(windows, "mixed_windows", stop)
+    monkeypatch.setattr(windows, "text_shares", stop)
     with pytest.raises(KeyboardInterrupt):
         convert(source, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -199,7 +199,7 @@ def test_text_and_searches_of_an_interrupted_run_are_not_repeated(tmp_path, monk
     whole = convert(source, tmp_path / "whole", recipe=recipe)
     monkeypatch.setenv("MHA2MLA_CACHE", str(tmp_path / "another cache"))
     stages = (  # one that is interrupted, and what is finished by then
-        (prepare, "choose_layer_ranks", windows, "mixed_windows"),
+        (prepare, "choose_layer_ranks", windows, "text_shares"),
         (run, "convert_layers", prepare, "choose_layer_ranks"),
     )
     for module, name, finished_in, finished_name in stages:

@@ -252,7 +252,7 @@ class Calibration(Stage):
     """Calibration text: which, how much of it, and in windows of which lengths.
 
     Args:
-        text: texts by name, joined by ``+`` (``calibration.texts.mixed_windows``). ``"generated"`` is sampled from the
+        text: texts by name, joined by ``+`` (``calibration.texts.text_shares``). ``"generated"`` is sampled from the
             source model, which is loaded whole for it; ``"generated-diverse"`` too, in more languages and formats. Or a
             ``CalibrationSource``.
         tokens: tokens of text; every length of window gets the same share, in blocks as large as the longest window,

@@ -14,7 +14,15 @@ from transformers import AutoModelForCausalLM
 
 from mha2mla.conversion.calibration.blocks import TokenBlocks, Windows, listed
 from mha2mla.conversion.calibration.generated_text import PIECES, ROW, generate_windows
-from mha2mla.conversion.calibration.texts import DIVERSE, GENERATED, mixed_windows, start_tokens, text_identity
+from mha2mla.conversion.calibration.texts import (
+    DIVERSE,
+    GENERATED,
+    OwnText,
+    in_turns,
+    start_tokens,
+    text_identity,
+    text_shares,
+)
 from mha2mla.conversion.calibration.windows import calibration_windows
 from mha2mla.conversion.predictions import Predictor, perplexity, windows_at_once
 from mha2mla.conversion.resume import WorkFolder, keep_text, kept_text, read_piece, tensor_hash, text_code_hash
@@ -69,7 +77,7 @@ def training_text(
     written = count - count * len(others) // len(names)
     parts: list[Tensor] = []
     if others:
-        read = mixed_windows(tokenizer, "+".join(others), size, count - written, seed=settings.seed, generate=_no_text)
+        read = in_turns(text_shares(tokenizer, "+".join(others), size, count - written, seed=settings.seed))
         long, _ = _share(len(read), settings)
         windows = read[long:].reshape(-1, settings.length).clone()
         start = start_tokens(tokenizer)  # models lean on it
@@ -84,10 +92,6 @@ def training_text(
         if len(part):
             by_length.setdefault(part.shape[1], []).append(part)
     return TokenBlocks.of([torch.cat(same) for same in by_length.values()])
-
-
-def _no_text(name: str, length: int, count: int) -> Tensor:
-    raise AssertionError("only names of texts are mixed here")
 
 
 def _share(blocks: int, settings: Settings) -> tuple[int, int]:
@@ -126,8 +130,8 @@ def _written(
     model = model.eval().to(device)
     made = {}
     for length, count in asked.items():
-        options = {"seed": settings.seed + length, "diverse": name == DIVERSE, "row": rows[length]}
-        made[str(length)] = generate_windows(model, tokenizer, length, count, progress=progress, work=work, **options)
+        options = {"seed": settings.seed + length, "row": rows[length], "progress": progress, "work": work}
+        (made[str(length)],) = generate_windows(model, tokenizer, [OwnText(name, length, count)], **options)
     if why := keep_text(kept, made):
         warnings.warn(f"the text is not kept for later runs of this source: {why}", stacklevel=2)
     work.discard(PIECES)

@@ -117,9 +117,9 @@ def test_healed_checkpoint_is_a_conversion_with_both_figures(folders, tmp_path):
 def test_a_share_of_the_text_is_the_conversions_own(folders, tmp_path, monkeypatch):
     written, write = [], text.generate_windows
 
-    def counting(model, tokenizer, length, count, **keys):
-        written.append((model.config.model_type, length * count))
-        return write(model, tokenizer, length, count, **keys)
+    def counting(model, tokenizer, wanted, **keys):
+        written.extend((model.config.model_type, each.length * each.count) for each in wanted)
+        return write(model, tokenizer, wanted, **keys)
 
     monkeypatch.setattr(text, "generate_windows", counting)
     keys = {"text": "builtin:prose", "text_tokens": 1280, "length": 32, "long_length": 32}

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from mha2mla.conversion import resume
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.calibration.generated_text import generate_windows
+from mha2mla.conversion.calibration.texts import GENERATED, OwnText
 from mha2mla.conversion.resume import WorkFolder
 from mha2mla.conversion.source.opening import open_source, read_tokenizer
 from mha2mla.healing import text
@@ -38,9 +39,9 @@ def made(source, name, tmp_path, tokens=1024, settings=SETTINGS):
 def test_the_source_writes_short_and_long_windows_once(source, tmp_path, monkeypatch):
     calls, write = [], text.generate_windows
 
-    def counting(model, tokenizer, length, count, **keys):
-        calls.append((length, count, keys["row"]))
-        return write(model, tokenizer, length, count, **keys)
+    def counting(model, tokenizer, wanted, **keys):
+        calls.extend((each.length, each.count, keys["row"]) for each in wanted)
+        return write(model, tokenizer, wanted, **keys)
 
     monkeypatch.setattr(text, "generate_windows", counting)
     blocks = made(source, "generated", tmp_path)
@@ -99,7 +100,8 @@ def test_the_converted_model_writes_a_share(source, tmp_path):
         assert mixed.lengths == blocks.lengths and torch.equal(mixed.tokens[count:], blocks.tokens[count:])
         windows = mixed.tokens[:count].view(-1, 16)
         model = AutoModelForCausalLM.from_pretrained(converted)
-        written = generate_windows(model, tokenizer, 16, len(windows), seed=SETTINGS.seed + 1 + 16, row=512)
+        wanted = [OwnText(GENERATED, 16, len(windows))]
+        (written,) = generate_windows(model, tokenizer, wanted, seed=SETTINGS.seed + 1 + 16, row=512)
         assert torch.equal(windows, written)
     assert len(list((tmp_path / "cache" / "texts").iterdir())) == 3
     none = text.with_own_windows(blocks, converted, SETTINGS, torch.device("cpu"), work=work, **keys)

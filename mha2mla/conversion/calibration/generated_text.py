@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mha2mla.conversion.calibration.batch_decoder import decoder, rows_at_once
-from mha2mla.conversion.calibration.texts import DIVERSE, end_tokens, plain_tokens, prompts, start_tokens
+from mha2mla.conversion.calibration.texts import DIVERSE, OwnText, end_tokens, plain_tokens, prompts, start_tokens
 from mha2mla.conversion.resume import WorkFolder
 from mha2mla.environment import usual_dtype
 from mha2mla.terminal import Span, progress_bar, split
@@ -28,93 +28,90 @@ ROW = 512  # tokens that are written in one go, unless said otherwise
 PIECES = "rows-"  # prefix of the names of unfinished pieces
 
 
-def generator_of(
+def write_windows(
     folder: Path,
     tokenizer: Any,
+    wanted: Sequence[OwnText],
     *,
     seed: int,
     device: torch.device,
-    progress: Iterable[bool | Span] = (),
+    progress: bool | Span = False,
     work: WorkFolder | None = None,
-) -> Callable[[str, int, int], torch.Tensor]:
-    """Name of a generated text, length and number of windows -> as many windows of tokens, for ``texts.mixed_windows``.
-
-    The whole model is loaded when it first writes, and kept for other lengths: bfloat16 on CUDA, float32 on a CPU.
-    ``progress`` has the span of each call.
-    """
-
-    @functools.cache
-    def model() -> torch.nn.Module:
-        made = AutoModelForCausalLM.from_pretrained(folder, dtype=usual_dtype(device), trust_remote_code=False)
-        return made.eval().to(device)
-
-    calls = iter(progress)
-
-    def generate(name: str, length: int, count: int) -> torch.Tensor:
-        how = {"diverse": name == DIVERSE, "progress": next(calls, False), "work": work}
-        # Texts of different lengths begin with different prompts.
-        return generate_windows(model(), tokenizer, length, count, seed=seed + length, **how)
-
-    return generate
+) -> list[torch.Tensor]:
+    """:func:`generate_windows` by the model in ``folder``: bfloat16 on CUDA, float32 on a CPU. Nothing is loaded where
+    nothing is wanted."""
+    if not wanted:
+        return []
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=usual_dtype(device), trust_remote_code=False)
+    model = model.eval().to(device)
+    return generate_windows(model, tokenizer, wanted, seed=seed, progress=progress, work=work)
 
 
 @torch.inference_mode()
 def generate_windows(
     model: torch.nn.Module,
     tokenizer: Any,
-    length: int,
-    count: int,
+    wanted: Sequence[OwnText],
     *,
     seed: int,
-    diverse: bool = False,
     row: int = ROW,
     progress: bool | Span = False,
     work: WorkFolder | None = None,
-) -> torch.Tensor:
+) -> list[torch.Tensor]:
     """Samples windows, at temperature 1 as LLM-QAT (arXiv 2305.17888) does for its training data.
 
     A window is one document after another, each begun by a prompt (``texts.prompts``), an instruction through the chat
     template where there is one, or the opening of a plain text; or by a word drawn from the vocabulary, for text that
-    no prompt thought of. When the model ends a document, the next one begins. Half of the windows lose their first
-    tokens: attention leans on the first token of a window, and in other text that may be any.
+    no prompt thought of. Documents of ``"generated-diverse"`` also begin by openings in many languages and formats and,
+    where there is a chat template, as a user's turn that the model writes before it answers (Magpie, arXiv 2406.08464);
+    there each kind is as likely. When the model ends a document, the next one begins. Half of the windows lose their
+    first tokens: attention leans on the first token of a window, and in other text that may be any.
 
     A window longer than ``row`` tokens is put together of rows of that length: a small model rambles when it goes on
-    for long, and short texts behind one another are what it was trained on (docs/notes/calibration.md).
+    for long, and short texts behind one another are what it was trained on (docs/notes/calibration.md). Rows of equal
+    length are written side by side, whatever window they are for.
 
     Args:
-        diverse: documents also begin by openings in many languages and formats and, where there is a chat template, as
-            a user's turn that the model writes before it answers (Magpie, arXiv 2406.08464); each kind is as likely.
         work: keeps every batch of rows as a piece, so that the same call after an interrupt goes on behind them.
 
     Returns:
-        int64 [count, length] on the CPU.
+        int64 [count, length] on the CPU for each of ``wanted``.
     """
-    row = min(length, row)
-    pieces = -(-length // row)
-    written = row + _LONGEST_CUT
-    rows = rows_at_once(model, written)
     draw = random.Random(seed)
     generator = torch.Generator(model.device).manual_seed(seed)
     ends = frozenset({*end_tokens(model), tokenizer.eos_token_id} - {None})
-    starts = _documents(tokenizer, ends, draw, diverse)
-    write = functools.partial(_write, model, ends, starts, written)
-    made = []
-    batches = range(0, count * pieces, rows)
-    for number, (done, part) in enumerate(zip(batches, split(progress, *[1.0] * len(batches)), strict=True), 1):
-        piece = f"{PIECES}{'diverse-' if diverse else ''}{length}-{done:07d}"
+    starts = {name: _documents(tokenizer, ends, draw, name == DIVERSE) for name in sorted({w.name for w in wanted})}
+    by_size: dict[int, list[str]] = {}  # length of a row → the text of each
+    for each in wanted:
+        size = min(each.length, row)
+        by_size.setdefault(size, []).extend([each.name] * (each.count * -(-each.length // size)))
+    batches = []
+    for size, names in by_size.items():
+        at_once = rows_at_once(model, size + _LONGEST_CUT)
+        batches += [(size, first, names[first : first + at_once]) for first in range(0, len(names), at_once)]
+    made: dict[int, list[torch.Tensor]] = {size: [] for size in by_size}
+    parts = split(progress, *(float(size) for size, _, _ in batches))
+    for number, ((size, first, names), part) in enumerate(zip(batches, parts, strict=True), 1):
+        piece = f"{PIECES}{'-'.join(starts)}-{size}-{first:07d}"
         if work is not None and (kept := work.get(piece)):
             (tensors, (version, state, gauss)) = kept
             generator.set_state(tensors["generator"])
             draw.setstate((version, tuple(state), gauss))
-            made.append(tensors["rows"])
+            made[size].append(tensors["rows"])
             continue
-        what = f"text {number} of {len(batches)}, windows of {length:,}"
-        made.append(write(min(rows, count * pieces - done), generator, part, what))
+        what = f"text {number} of {len(batches)}, {len(names)} rows"
+        documents = [starts[name] for name in names]
+        made[size].append(_write(model, ends, documents, size + _LONGEST_CUT, generator, part, what))
         if work is not None:
-            work.put(piece, {"rows": made[-1], "generator": generator.get_state()}, draw.getstate())
-    first = torch.tensor(start_tokens(tokenizer), dtype=torch.int64)
-    windows = torch.cat(made).view(count, pieces, written)
-    return torch.stack([_cut(_joined(window, row), length, first, draw) for window in windows])
+            work.put(piece, {"rows": made[size][-1], "generator": generator.get_state()}, draw.getstate())
+    rows = {size: iter(torch.cat(each)) for size, each in made.items()}
+    begin, windows = torch.tensor(start_tokens(tokenizer), dtype=torch.int64), []
+    for each in wanted:
+        size = min(each.length, row)
+        pieces = -(-each.length // size)
+        written = (torch.stack([*islice(rows[size], pieces)]) for _ in range(each.count))
+        windows.append(torch.stack([_cut(_joined(window, size), each.length, begin, draw) for window in written]))
+    return windows
 
 
 def _joined(rows: torch.Tensor, row: int) -> torch.Tensor:
@@ -133,19 +130,20 @@ def _cut(written: torch.Tensor, length: int, first: torch.Tensor, draw: random.R
 def _write(
     model: torch.nn.Module,
     ends: frozenset[int],
-    starts: Iterator[list[list[int]]],
+    documents: Sequence[Iterator[list[list[int]]]],
     length: int,
-    rows: int,
     generator: torch.Generator,
     progress: bool | Span,
     what: str,
 ) -> torch.Tensor:
-    """int64 [rows, length]; the host reads a step's tokens while the device already makes the next step.
+    """int64 [rows, length], a row of each of ``documents``; the host reads a step's tokens while the device already
+    makes the next step.
 
     Raises:
         ValueError: the model's logits are NaN.
     """
-    parts = [next(starts) for _ in range(rows)]  # by row: its document's next parts, for when a part ends
+    rows = len(documents)
+    parts = [next(each) for each in documents]  # by row: its document's next parts, for when a part ends
     forced = [part.pop(0) for part in parts]  # tokens that each row must emit before it may choose
     current = torch.tensor([queue.pop(0) for queue in forced], device=model.device)
     written = [current]
@@ -168,7 +166,7 @@ def _write(
             read.synchronize()
         if chosen is not None:  # a row whose token was an end is told its next part
             for row in (is_end[chosen] & ~was_forced).nonzero()[:, 0].tolist():
-                parts[row] = parts[row] or next(starts)
+                parts[row] = parts[row] or next(documents[row])
                 forced[row].extend(parts[row].pop(0))
                 is_forced[row] = bool(forced[row])
         told = torch.full((rows,), -1)

@@ -12,8 +12,9 @@ import re
 import sysconfig
 import tokenize
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from importlib import metadata, resources
 from pathlib import Path
@@ -99,7 +100,7 @@ def _check_part(name: str) -> None:
 
 
 def text_identity(name: str | Path) -> str:
-    """Identity of the text ``name`` for :func:`mixed_windows`: the name, and for files a hash of what is in them.
+    """Identity of the text ``name`` for :func:`text_shares`: the name, and for files a hash of what is in them.
 
     Raises:
         ValueError: a part is neither a file nor a name of :func:`load_text`.
@@ -240,44 +241,55 @@ def _dataset(name: str) -> str:
     return _DATASET_SEPARATOR.join(rows[column])
 
 
-def mixed_windows(
-    tokenizer: Any,
-    name: str | Path,
-    length: int,
-    count: int,
-    *,
-    seed: int,
-    generate: Callable[[str, int, int], torch.Tensor],
-) -> torch.Tensor:
+@dataclass(frozen=True)
+class OwnText:
+    """Windows that the source model is to write: ``count`` of ``length`` tokens of the text ``name``."""
+
+    name: str
+    length: int
+    count: int
+
+
+def text_shares(
+    tokenizer: Any, name: str | Path, length: int, count: int, *, seed: int
+) -> list[torch.Tensor | OwnText]:
     """Windows of several texts, the same number of each as far as they reach.
 
     Args:
         name: texts of :func:`load_text` joined by ``+``, and ``"generated"`` or ``"generated-diverse"`` for text that
             the source model makes up.
-        length, count: tokens of a window, and most windows to return.
-        generate: name of a generated text, length and number of windows -> int64 [windows, length].
+        length, count: tokens of a window, and most windows of all texts.
 
     Returns:
-        int64 [windows, length]; the texts take turns, so that any part of the windows is mixed.
+        int64 [windows, length] of each text; of those that the source makes up, last, what is wanted.
 
     Raises:
         ValueError: a text is unusable (``load_text``, ``token_windows``).
     """
-    import torch
-
     names = _parts(name)
     # The generated text is as long as it must be: it makes up for texts that are too short for their share.
     names.sort(key=lambda part: part in (GENERATED, DIVERSE))
-    parts: list[torch.Tensor] = []
+    parts: list[torch.Tensor | OwnText] = []
     for place, part in enumerate(names):
-        share = -(-(count - sum(len(made) for made in parts)) // (len(names) - place))
+        share = -(-count // (len(names) - place))
         if share < 1:
             break
-        made = generate(part, length, share) if part in (GENERATED, DIVERSE) else None
-        parts.append(token_windows(tokenizer, load_text(part), length, share, seed=seed) if made is None else made)
-    # Stable: window i of each text, then window i + 1, each text at its own pace.
+        if part in (GENERATED, DIVERSE):
+            parts.append(OwnText(part, length, share))
+            count -= share
+        else:
+            parts.append(token_windows(tokenizer, load_text(part), length, share, seed=seed))
+            count -= len(parts[-1])
+    return parts
+
+
+def in_turns(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Windows [n, length] of several texts as one: window i of each, then window i + 1, each text at its own pace, so
+    that any part of the windows is mixed."""
+    import torch
+
     place = torch.cat([torch.arange(len(part), dtype=torch.float64) / len(part) for part in parts])
-    return torch.cat(parts)[place.sort(stable=True).indices]
+    return torch.cat(list(parts))[place.sort(stable=True).indices]
 
 
 def prompts() -> tuple[list[str], list[str], list[str], list[str]]:

@@ -10,18 +10,19 @@ import torch
 
 from mha2mla.checkpoints import CheckpointError
 from mha2mla.conversion.calibration.blocks import TokenBlocks, Windows, listed
-from mha2mla.conversion.calibration.generated_text import generator_of
+from mha2mla.conversion.calibration.generated_text import write_windows
 from mha2mla.conversion.calibration.texts import (
     CHARACTERS_PER_TOKEN,
-    GENERATED,
+    OwnText,
+    in_turns,
     load_text,
-    mixed_windows,
+    text_shares,
     token_windows,
 )
 from mha2mla.conversion.extension import CalibrationSource
 from mha2mla.conversion.resume import WorkFolder
 from mha2mla.conversion.source.opening import OpenedFolder, Source, read_tokenizer
-from mha2mla.terminal import Span, split
+from mha2mla.terminal import Span
 
 
 def calibration_windows(
@@ -39,7 +40,7 @@ def calibration_windows(
 
     Args:
         source: whose tokenizer cuts the text, and which writes generated text.
-        text: what ``texts.mixed_windows`` takes, or an object that gives windows; or windows, taken as they are.
+        text: what ``texts.text_shares`` takes, or an object that gives windows; or windows, taken as they are.
         lengths: of the windows; they divide the longest.
         tokens: in all, but at least one block for every length.
         work: keeps what the source has written so far.
@@ -51,18 +52,21 @@ def calibration_windows(
     if not isinstance(text, str | CalibrationSource):
         return TokenBlocks.of([_checked(part, "calibration", source) for part in listed(text)])
     tokenizer, longest = _tokenizer_of(source, "calibration"), max(lengths)
-    calls = split(progress, *[1.0] * len(lengths) * max(1, str(text).count(GENERATED)))
-    generate = generator_of(source.folder, tokenizer, seed=seed, device=device, progress=calls, work=work)
     blocks = max(1, tokens // len(lengths) // longest)
-    parts = []
-    for length in lengths:
-        per_block = longest // length
-        with named_in_errors("calibration", text):
+    shares, parts = [], []
+    with named_in_errors("calibration", text):
+        for length in lengths:
+            count = blocks * (longest // length)
             if isinstance(text, CalibrationSource):
-                windows = _checked(text.windows(tokenizer, length, blocks * per_block, seed=seed), "windows", source)
+                shares.append([_checked(text.windows(tokenizer, length, count, seed=seed), "windows", source)])
             else:
-                windows = mixed_windows(tokenizer, text, length, blocks * per_block, seed=seed, generate=generate)
-        whole = len(windows) // per_block * per_block
+                shares.append(text_shares(tokenizer, text, length, count, seed=seed))
+        wanted = [each for share in shares for each in share if isinstance(each, OwnText)]
+        keys = {"seed": seed, "device": device, "progress": progress, "work": work}
+        written = iter(write_windows(source.folder, tokenizer, wanted, **keys))
+    for length, share in zip(lengths, shares, strict=True):
+        windows = in_turns([next(written) if isinstance(each, OwnText) else each for each in share])
+        whole = len(windows) // (longest // length) * (longest // length)
         if not whole:
             raise ValueError(
                 f"calibration {text!r} has {windows.numel()} tokens; expected at least {longest}, the longest window"

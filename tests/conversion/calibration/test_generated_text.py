@@ -7,18 +7,23 @@ import pytest
 import torch
 
 from mha2mla.conversion.calibration import generated_text
-from mha2mla.conversion.calibration.generated_text import _cut, generate_windows, generator_of
-from mha2mla.conversion.calibration.texts import prompts
+from mha2mla.conversion.calibration.generated_text import _cut, generate_windows, write_windows
+from mha2mla.conversion.calibration.texts import DIVERSE, GENERATED, OwnText, prompts
 from tests.conversion import tiny
 from tests.ops import Calls
 
 
+def written(model, tokenizer, length, count, name=GENERATED, **keys):
+    (windows,) = generate_windows(model, tokenizer, [OwnText(name, length, count)], **keys)
+    return windows
+
+
 def test_generated_windows_are_reproducible_and_begin_as_documents_do_or_within_one():
     model, tokenizer = tiny.model(), tiny.tokenizer()
-    windows = generate_windows(model, tokenizer, 48, 96, seed=3)
+    windows = written(model, tokenizer, 48, 96, seed=3)
     assert windows.shape == (96, 48) and windows.dtype == torch.int64 and not windows.is_cuda
-    assert torch.equal(windows, generate_windows(model, tokenizer, 48, 96, seed=3))
-    assert not torch.equal(windows, generate_windows(model, tokenizer, 48, 96, seed=4))
+    assert torch.equal(windows, written(model, tokenizer, 48, 96, seed=3))
+    assert not torch.equal(windows, written(model, tokenizer, 48, 96, seed=4))
     assert (windows[:, 0] == tokenizer.bos_token_id).all()
     openings = [opening.split("{}")[0] for opening in prompts()[1]]
     texts = tokenizer.batch_decode(windows[:, 1:])
@@ -54,7 +59,7 @@ def test_a_token_is_drawn_without_checks_on_the_host():
     counts = []
     for length in (48, 64):
         with Calls() as calls:
-            generate_windows(model, tokenizer, length, 4, seed=0)
+            written(model, tokenizer, length, 4, seed=0)
         counts.append(Counter(name.partition("::")[2].partition(".")[0] for name in calls.names))
     long, longer = counts
     assert longer["exponential_"] - long["exponential_"] == 16, "one draw a token"
@@ -76,12 +81,12 @@ def test_logits_that_are_nan_are_refused():
     with torch.no_grad():
         model.lm_head.weight.fill_(torch.nan)
     with pytest.raises(ValueError, match="logits are NaN in 64 of 64 rows"):
-        generate_windows(model, tiny.tokenizer(), 32, 64, seed=0)
+        written(model, tiny.tokenizer(), 32, 64, seed=0)
 
 
 def test_after_the_end_of_a_document_comes_the_next_prompt():
     tokenizer = tiny.tokenizer()
-    windows = generate_windows(always_ends(tiny.model(), tokenizer.eos_token_id), tokenizer, 200, 4, seed=0)
+    windows = written(always_ends(tiny.model(), tokenizer.eos_token_id), tokenizer, 200, 4, seed=0)
     ended = windows == tokenizer.eos_token_id
     assert ended.any()
     after = windows[:, 1:][ended[:, :-1]]
@@ -94,7 +99,7 @@ def test_diverse_text_begins_in_every_way(monkeypatch):
     end = tokenizer.eos_token
     tokenizer.chat_template = f"USER {{{{ messages[0].content }}}}{end}\nANSWER"
     model = always_ends(tiny.model(), tokenizer.eos_token_id)
-    windows = generate_windows(model, tokenizer, 48, 200, seed=0, diverse=True)
+    windows = written(model, tokenizer, 48, 200, DIVERSE, seed=0)
     _, openings, _, documents = prompts()
     starts = [opening.split("{}")[0][:12] for opening in openings if opening[0] != "{"]
     texts = tokenizer.batch_decode(windows)
@@ -120,18 +125,34 @@ def test_openings_in_unknown_scripts_are_left_out():
 
 
 def test_a_folder_writes_as_its_model_does(source):
-    tokenizer = tiny.loaded_tokenizer(source)
-    generate = generator_of(source, tokenizer, seed=1, device=torch.device("cpu"))
-    for length in (32, 48):  # windows of other lengths begin with other prompts
-        assert torch.equal(
-            generate("generated", length, 3), generate_windows(tiny.model(), tokenizer, length, 3, seed=1 + length)
-        )
+    tokenizer, wanted = tiny.loaded_tokenizer(source), [OwnText(GENERATED, 32, 3), OwnText(DIVERSE, 48, 2)]
+    made = write_windows(source, tokenizer, wanted, seed=1, device=torch.device("cpu"))
+    expected = generate_windows(tiny.model(), tokenizer, wanted, seed=1)
+    assert [part.shape for part in made] == [(3, 32), (2, 48)] and all(map(torch.equal, made, expected))
+    assert write_windows(source / "absent", tokenizer, [], seed=1, device=torch.device("cpu")) == []
+
+
+def test_rows_of_all_windows_are_written_side_by_side(monkeypatch):
+    """A step of a model of 135M parameters takes 0.1 s on two cores, for 8 rows as for 16."""
+    monkeypatch.setattr(generated_text, "_CUT_SHARE", 0.0)
+    tokenizer, model, steps, write = tiny.tokenizer(), tiny.model(), [], generated_text._write
+
+    def counted(model, ends, documents, length, *rest):
+        steps.append((len(documents), length))
+        return write(model, ends, documents, length, *rest)
+
+    monkeypatch.setattr(generated_text, "_write", counted)
+    wanted = [OwnText(GENERATED, 64, 3), OwnText(DIVERSE, 64, 2), OwnText(GENERATED, 160, 2), OwnText(DIVERSE, 8, 1)]
+    short, diverse, long, shortest = generate_windows(model, tokenizer, wanted, seed=3, row=64)
+    assert steps == [(11, 128), (1, 72)] and (len(short), len(diverse), len(long), len(shortest)) == (3, 2, 2, 1)
+    starts = torch.cat([short, diverse, *(window[:128].view(2, 64) for window in long)])
+    assert len(starts.unique(dim=0)) == 9, "each row is a text of its own"
 
 
 def test_a_long_window_is_rows_behind_one_another(monkeypatch):
     monkeypatch.setattr(generated_text, "_CUT_SHARE", 0.0)
     tokenizer, model = tiny.tokenizer(), tiny.model()
-    long = generate_windows(model, tokenizer, 40, 2, seed=3, row=16)
-    rows = generate_windows(model, tokenizer, 16, 6, seed=3)
+    long = written(model, tokenizer, 40, 2, seed=3, row=16)
+    rows = written(model, tokenizer, 16, 6, seed=3)
     assert long.shape == (2, 40)
     assert torch.equal(long[:, :32].reshape(4, 16), rows[[0, 1, 3, 4]]) and torch.equal(long[:, 32:], rows[[2, 5], :8])

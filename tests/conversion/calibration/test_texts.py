@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from mha2mla.conversion.calibration import texts
-from mha2mla.conversion.calibration.texts import load_text, mixed_windows, prompts, start_tokens, token_windows
+from mha2mla.conversion.calibration.texts import (
+    OwnText,
+    in_turns,
+    load_text,
+    prompts,
+    start_tokens,
+    text_shares,
+    token_windows,
+)
 from tests.conversion import tiny
 
 ALL = 10**6  # windows: more than any text has
@@ -106,30 +114,26 @@ def test_token_windows_names_bad_argument(keys, named):
         token_windows(tiny.tokenizer(), "ten bytes!", **keys)
 
 
-def test_one_text_is_mixed_into_itself():
+def test_one_text_takes_all_turns():
     tokenizer = tiny.tokenizer()
     expected = token_windows(tokenizer, load_text("builtin:prose"), 64, 9, seed=3)
-    assert torch.equal(mixed_windows(tokenizer, "builtin:prose", 64, 9, seed=3, generate=None), expected)
+    assert torch.equal(in_turns(text_shares(tokenizer, "builtin:prose", 64, 9, seed=3)), expected)
 
 
 def test_texts_take_turns_and_generated_text_fills_up(tmp_path):
     tokenizer = tiny.tokenizer()
     (tmp_path / "short").write_text("a" * 50)
     (tmp_path / "long").write_text("b" * 1000)
-    asked = []
-
-    def generate(name, length, count):
-        asked.append(count)
-        return torch.full((count, length), 7)
-
-    name = f"generated+{tmp_path / 'short'}+{tmp_path / 'long'}"
-    windows = mixed_windows(tokenizer, name, 11, 30, seed=0, generate=generate)
+    name = f"generated+{tmp_path / 'short'}+generated-diverse+{tmp_path / 'long'}"
+    *read, own, diverse = text_shares(tokenizer, name, 11, 40, seed=0)
+    assert (own, diverse) == (OwnText("generated", 11, 12), OwnText("generated-diverse", 11, 11))
+    windows = in_turns([*read, *(torch.full((each.count, 11), mark) for each, mark in ((own, 7), (diverse, 8)))])
     kinds = windows[:, 5].tolist()
     short, long = kinds[0], kinds[1]
-    assert windows.shape == (30, 11) and asked == [12]
-    assert kinds.count(short) == 5 and kinds.count(long) == 13 and kinds.count(7) == 12
-    for third in (kinds[:10], kinds[10:20], kinds[20:]):
-        assert third.count(short) in (1, 2) and third.count(7) == 4
+    assert windows.shape == (40, 11)
+    assert kinds.count(short) == 5 and kinds.count(long) == 12 and kinds.count(7) == 12 and kinds.count(8) == 11
+    for quarter in (kinds[:10], kinds[10:20], kinds[20:30], kinds[30:]):
+        assert quarter.count(short) in (1, 2) and quarter.count(7) == 3 and quarter.count(8) in (2, 3)
 
 
 def test_prompts_have_a_place_for_the_topic():
