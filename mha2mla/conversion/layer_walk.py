@@ -17,7 +17,7 @@ from torch.func import functional_call
 from transformers import PreTrainedConfig
 
 from mha2mla.conversion.calibration.blocks import SPILL_BYTES, ActivationStore, TokenBlocks, device_for_activations
-from mha2mla.conversion.calibration.statistics import LayerStatistics, StatisticsCollector
+from mha2mla.conversion.calibration.statistics import PAIRS, LayerStatistics, StatisticsCollector
 from mha2mla.conversion.families import FamilyAdapter, SourceSpec
 from mha2mla.conversion.fit.reconstruction import (
     Forward,
@@ -204,9 +204,9 @@ class LayerWalk:
         keys = {"dtype": self.model.dtype, "folder": self.folder, "spill_bytes": self.spill_bytes, "device": device}
         return [ActivationStore(self.windows, self.spec.hidden_size, **keys) for _ in range(count)]
 
-    def collector(self, layer: int, sample_tokens: int | None = None) -> StatisticsCollector:
+    def collector(self, layer: int, sample_tokens: int | None = None, pairs: int = PAIRS) -> StatisticsCollector:
         """Of what layer ``layer`` is given; ``sample_tokens`` for closed-form fits to look at, by default more without
-        gradient steps."""
+        gradient steps, and their ``pairs``."""
         # Activations may be narrow, what is learnt from them is not.
         dtype = torch.promote_types(self.model.dtype, torch.float32)
         weights = self.adapter.attention_weights(
@@ -220,6 +220,7 @@ class LayerWalk:
             window=self.spec.sliding_windows[layer],
             **self.recipe.measured(geometry),
             sample_tokens=sampled // len(self.windows.window_lengths) if self.recipe.needs_sample(geometry) else 0,
+            pairs=pairs,
         )
 
     def convert(

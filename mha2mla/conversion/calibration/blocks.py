@@ -74,6 +74,11 @@ class TokenBlocks:
         first = self.lengths.index(length)
         return range(first, first + self.lengths.count(length))
 
+    def of_lengths(self, lengths: Sequence[int]) -> TokenBlocks:
+        """The blocks of windows of these lengths."""
+        kept = [block for block, length in enumerate(self.lengths) if length in lengths]
+        return TokenBlocks(self.tokens[kept], tuple(self.lengths[block] for block in kept))
+
     def batches(self, tokens: int) -> Iterator[slice]:
         """Neighbouring blocks of one length, at most so many ``tokens`` and at least one block at a time."""
         step = max(1, tokens // self.size)

@@ -12,6 +12,7 @@ from mha2mla.modeling.modeling_mha2mla import apply_rope
 _MAP_ELEMENTS = 1 << 24  # elements of the attention maps that exist at a time
 _ATTENDED_STRIDE = 8  # averages of neighbouring queries are alike: an eighth of them costs an eighth
 _FEWEST_SAMPLED = 4  # windows of a length, where there are so many: one long window is not what long windows are like
+PAIRS = 1 << 22  # of a sample, unless said otherwise
 _QUERIES = 1024  # tokens of a window whose attention is looked at, as many of a long window
 GOLDEN = (5**0.5 - 1) / 2
 
@@ -24,10 +25,13 @@ class AttentionSample:
         hidden: normed inputs of the attention, [length, hidden] for each window, which starts at position 0; windows of
             all lengths take turns.
         window: sliding window of the layer, or None.
+        pairs: of a query and a key, at most, that a head's fits look at: of queries in all windows of a length, whose
+            scores are kept; of the output in each window.
     """
 
     hidden: tuple[torch.Tensor, ...]
     window: int | None
+    pairs: int = PAIRS
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ class StatisticsCollector:
         distances: whether to measure how far attention looks (likewise).
         sample_tokens: keep so many tokens of the inputs, at every length of windows, in whole windows spread over what
             is added.
+        pairs: of that sample (:class:`AttentionSample`).
     """
 
     def __init__(
@@ -91,9 +96,10 @@ class StatisticsCollector:
         attended: bool = False,
         distances: bool = False,
         sample_tokens: int = 0,
+        pairs: int = PAIRS,
     ) -> None:
         self.spec, self.weights, self.window, self.phases, self.attended = spec, weights, window, phases, attended
-        self.distances, self.sample_tokens = distances, sample_tokens
+        self.distances, self.sample_tokens, self.pairs = distances, sample_tokens, pairs
         self._samples: dict[int, _Sample] = {}
         self._attention_windows = 0
         device = weights.q_weight.device
@@ -182,7 +188,7 @@ class StatisticsCollector:
             attended_covariance=attended_covariance,
             attention_covariance=attention_covariance,
             distances=distances,
-            sample=AttentionSample(windows, self.window) if windows else None,
+            sample=AttentionSample(windows, self.window, self.pairs) if windows else None,
         )
 
     def _add_attention(self, query: torch.Tensor, key: torch.Tensor, features: torch.Tensor) -> None:

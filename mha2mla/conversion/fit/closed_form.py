@@ -14,11 +14,9 @@ from mha2mla.conversion.families import AttentionWeights, SourceSpec, visible
 from mha2mla.conversion.rope import RotaryBasis, rotary_table, rotate
 from mha2mla.modeling.modeling_mha2mla import apply_rope
 
-_PAIRS = 2**22  # pairs of a query and a key in all windows of a length, at most, for each head: their scores are kept
 _STEPS = 2  # conjugate-gradient steps; more overfit the sample
 _RIDGE = 0.3  # keeps to the start, relative to the energy of a direction
 _OUTPUT_STRIDE = 2
-_OUTPUT_PAIRS = 2**22  # per window, at most
 _OUTPUT_RIDGES = (0.003, 0.03, 0.3, 3.0)  # relative to the mean energy of a feature
 
 Table = tuple[torch.Tensor, torch.Tensor]  # cos and sin
@@ -146,7 +144,7 @@ def refit_output(
     heads, errors, shares = [], [], []
     value_weight = weights.v_weight.to(dtype).view(*value_map.shape[:2], -1)
     for index, hidden in enumerate(sample.hidden):
-        stride = max(_OUTPUT_STRIDE, math.ceil(len(hidden) ** 2 / _OUTPUT_PAIRS))
+        stride = max(_OUTPUT_STRIDE, math.ceil(len(hidden) ** 2 / sample.pairs))
         window, rotary = _score_window(
             spec, weights, hidden, sample.window, basis if maps.rotary is None else None, stride, index
         )
@@ -165,16 +163,18 @@ def refit_output(
     fitted, judged = slice(None, kept), slice(kept, None)
     plain = error[judged] - _mean(error[fitted], share[fitted], centred)
     losses = {None: float((plain.square() * share[judged]).sum())}
+    moments = _moments(features[fitted], error[fitted], share[fitted], centred)
     for ridge in _OUTPUT_RIDGES:
-        change, mean, error_mean = _ridge_regression(features[fitted], error[fitted], share[fitted], ridge, centred)
-        left = error[judged] - error_mean - (features[judged] - mean) @ change.T
+        change = _ridge_regression(moments, ridge)
+        left = error[judged] - moments.target_mean - (features[judged] - moments.mean) @ change.T
         losses[ridge] = float((left.square() * share[judged]).sum())
     best = min(losses, key=losses.__getitem__)
     if best is None:
         error_mean = _mean(error, share, centred)
         return torch.zeros_like(weights.o_weight, dtype=torch.float64), error_mean if centred else None
-    change, mean, error_mean = _ridge_regression(features, error, share, best, centred)
-    return change, error_mean - change @ mean if centred else None
+    moments = _moments(features, error, share, centred)
+    change = _ridge_regression(moments, best)
+    return change, moments.target_mean - change @ moments.mean if centred else None
 
 
 def _mean(rows: torch.Tensor, share: torch.Tensor, centred: bool) -> torch.Tensor:
@@ -182,17 +182,31 @@ def _mean(rows: torch.Tensor, share: torch.Tensor, centred: bool) -> torch.Tenso
     return (rows * share).sum(0) / share.sum() if centred else torch.zeros_like(rows[0])
 
 
-def _ridge_regression(
-    features: torch.Tensor, target: torch.Tensor, share: torch.Tensor, ridge: float, centred: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Coefficients [targets, features] and both means (zero unless ``centred``)."""
+@dataclass(frozen=True)
+class _Moments:
+    """What a regression sees of features and targets: ``gram`` [features, features], ``cross`` [features, targets], and
+    the means that both are taken about."""
+
+    gram: torch.Tensor
+    cross: torch.Tensor
+    mean: torch.Tensor
+    target_mean: torch.Tensor
+
+
+def _moments(features: torch.Tensor, target: torch.Tensor, share: torch.Tensor, centred: bool) -> _Moments:
+    """Of rows that count as often as ``share`` [n, 1] says; the means are zero unless ``centred``."""
     mean, target_mean = (_mean(rows, share, centred) for rows in (features, target))
-    features, target = features - mean, target - target_mean
+    features = features - mean
     counted = features * share
-    gram = counted.T @ features
+    return _Moments(counted.T @ features, counted.T @ (target - target_mean), mean, target_mean)
+
+
+def _ridge_regression(moments: _Moments, ridge: float) -> torch.Tensor:
+    """Coefficients [targets, features]; ``ridge`` is relative to the mean energy of a feature."""
+    gram = moments.gram.clone()
     energy = gram.diagonal().mean()
     gram.diagonal().add_(torch.where(energy > 0, ridge * energy, 1))  # a target of zeros gets a map of zeros
-    return torch.linalg.solve(gram, counted.T @ target).T, mean, target_mean
+    return torch.linalg.solve(gram, moments.cross).T
 
 
 @dataclass(frozen=True)
@@ -294,7 +308,7 @@ def score_windows(
     (docs/notes/closed-form.md).
     """
     windows = Counter(map(len, sample.hidden))
-    strides = {length: math.ceil(count * length**2 / _PAIRS) for length, count in windows.items()}
+    strides = {length: math.ceil(count * length**2 / sample.pairs) for length, count in windows.items()}
     return [
         _score_window(spec, weights, hidden, sample.window, basis, strides[len(hidden)], index)[0]
         for index, hidden in enumerate(sample.hidden)

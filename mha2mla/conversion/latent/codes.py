@@ -51,8 +51,7 @@ def losses_of_codes(
     walk = replace(walk, geometries=(geometry,) * len(layers))
     statistics, rule = streamed_statistics(walk, layers.__getitem__, progress=progress), walk.recipe.basis_rule
     bases = [rule.basis(each) for each in statistics]
-    folded = [basis.fold(layer) for basis, layer in zip(bases, layers, strict=True)]
-    measured = _divergences(walk, layers, folded)
+    measured = _divergences(walk, layers, bases)
     errors = [
         {bits: _second_order(each, basis, replace(geometry, latent_bits=bits)) for bits in _CODES}
         for each, basis in zip(statistics, bases, strict=True)
@@ -71,9 +70,9 @@ def _second_order(statistics: LatentStatistics, basis: LatentBasis, geometry: ML
 
 @torch.inference_mode()
 def _divergences(
-    walk: LayerWalk, layers: Sequence[Mapping[str, Tensor]], folded: Sequence[Mapping[str, Tensor]]
+    walk: LayerWalk, layers: Sequence[Mapping[str, Tensor]], bases: Sequence[LatentBasis]
 ) -> dict[int, float]:
-    """Bits → KL(16 bits ‖ codes) in nats per token, of the whole conversion; ``folded``: ``layers`` in their bases."""
+    """Bits → KL(16 bits ‖ codes) in nats per token, of the whole conversion in ``bases``."""
     model, windows = walk.model, _windows(walk.windows)
     windows = TokenBlocks.of(windows.tokens[: max(1, _JUDGED_TOKENS // windows.size)])
     (geometry, *_), widths = walk.geometries, (16, *_CODES)
@@ -87,8 +86,9 @@ def _divergences(
             model.embed(store)
         for index in range(len(layers)):
             module = model.layer(index)
+            plain, folded = (computed(each, model) for each in (layers[index], bases[index].fold(layers[index])))
             for bits, store in streams.items():
-                tensors = computed(layers[index] if bits == 16 else folded[index], model)
+                tensors = plain if bits == 16 else folded
                 forward = block_forward(walks[bits], index, module, with_codes=bits < 16)
                 for part in windows.batches(BATCH_TOKENS):
                     store.write(part, forward(tensors, store.read(part, model.device)))

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from mha2mla.conversion.calibration.blocks import ActivationStore, TokenBlocks
+from mha2mla.conversion.calibration.statistics import PAIRS
 from mha2mla.conversion.fit.reconstruction import ReconstructionProblem
 from mha2mla.conversion.fit.repeatable import tf32_on_cuda
 from mha2mla.conversion.latent.codes import losses_of_codes
@@ -40,6 +41,7 @@ _FITTED_TOKENS = 98304
 # Most tokens to judge by, and their share of the calibration text: each passes all layers behind the one that is
 # converted, at every rank.
 _JUDGED_TOKENS, _JUDGED_SHARE = 24576, 1 / 6
+_PAIRS = PAIRS // 4  # that queries are refitted on at each rank: most of the time on a CPU otherwise
 _BATCH_TOKENS = 16384
 _PREDICTED_TOKENS = 512  # at a time: each has a probability for every token of the vocabulary
 
@@ -72,6 +74,7 @@ def choose_layer_ranks(
     ranks = sorted({min(most, max(step, round(factor * mean / step) * step)) for factor in FACTORS})
     fitted, judged = walk.windows.divided(_FITTED_TOKENS, _JUDGED_TOKENS)
     judged = judged.shortened(int(_JUDGED_SHARE * walk.windows.tokens.numel()))
+    fitted = fitted.of_lengths(judged.window_lengths)  # others would take a third of the time and judge nothing
     geometries = [replace(geometry, kv_lora_rank=rank) for rank in ranks]
     keep = (min(geometries, key=lambda each: abs(each.kv_lora_rank - mean)), []) if is_auto else None
     search, coding = split(progress, 3, is_auto)
@@ -166,7 +169,7 @@ def measure_losses(
                 for store in perturbed:
                     model.run_layer(module, layer, store, tokens=_BATCH_TOKENS)
             _pass(lambda hidden: hidden, fitted, targets, model.device)
-            collector = walks[0].collector(layer, FIRST_SAMPLE_TOKENS)
+            collector = walks[0].collector(layer, FIRST_SAMPLE_TOKENS, _PAIRS)
             model.run_layer(module, layer, targets, tokens=_BATCH_TOKENS, observe=collector.add)
             statistics, prepared, window = collector.finish(), {}, walk.first_window(fitted)
             weights = token_weights(targets, _BATCH_TOKENS, model.device) if fit.steps else None

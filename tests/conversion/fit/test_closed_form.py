@@ -136,9 +136,9 @@ def test_an_output_that_cannot_be_mended_is_left_alone():
     )
     assert torch.isfinite(change).all() and torch.isfinite(bias).all()
     features, share = torch.randn(64, 16, dtype=torch.float64), torch.ones(64, 1, dtype=torch.float64)
-    _, mean, target_mean = closed_form._ridge_regression(features, features[:, :3], share, 0.0, True)
-    assert torch.equal(mean, features.mean(0)) and torch.equal(target_mean, features[:, :3].mean(0))
-    exact, _, _ = closed_form._ridge_regression(features, features[:, :3], share, 0.0, False)
+    moments = closed_form._moments(features, features[:, :3], share, True)
+    assert torch.equal(moments.mean, features.mean(0)) and torch.equal(moments.target_mean, features[:, :3].mean(0))
+    exact = closed_form._ridge_regression(closed_form._moments(features, features[:, :3], share, False), 0.0)
     assert torch.allclose(exact, torch.eye(3, 16, dtype=torch.float64))
 
 
@@ -186,16 +186,16 @@ def test_an_uncentred_refit_makes_no_bias():
     assert layer.error(recipe) < layer.error(dataclasses.replace(recipe, fit=without))
 
 
-def test_windows_ask_from_different_positions(monkeypatch):
+def test_windows_ask_from_different_positions():
     """At one stride from one position, pairs whose turn divides it would look as if they stood still."""
     layer = SampledLayer("llama")
     basis, _ = basis_and_keys(layer)
     rounds, length = 5, layer.inputs.shape[1]
     for stride in (1, 4, 7):
         inputs = layer.inputs[:1].expand(rounds * stride, -1, -1)
-        monkeypatch.setattr(closed_form, "_PAIRS", rounds * length**2)
+        sample = AttentionSample(inputs, None, pairs=rounds * length**2)
         seen = torch.zeros(length, dtype=torch.int64)
-        for window in closed_form.score_windows(layer.spec, layer.weights, AttentionSample(inputs, None), basis):
+        for window in closed_form.score_windows(layer.spec, layer.weights, sample, basis):
             positions = (window.weight[0] > 0).sum(-1) - 1
             assert torch.equal(positions.diff(), torch.full_like(positions[1:], stride))
             assert positions[0] < stride and positions[-1] >= length - stride
@@ -203,11 +203,10 @@ def test_windows_ask_from_different_positions(monkeypatch):
         assert (seen - rounds).abs().max() <= 2  # each position about as often
 
 
-def test_a_window_shorter_than_the_stride_still_asks(monkeypatch):
-    monkeypatch.setattr(closed_form, "_PAIRS", 1)
+def test_a_window_shorter_than_the_stride_still_asks():
     layer = SampledLayer("llama")
     basis, _ = basis_and_keys(layer)
-    short = AttentionSample(layer.inputs[:1, :2].expand(12, -1, -1), None)
+    short = AttentionSample(layer.inputs[:1, :2].expand(12, -1, -1), None, pairs=1)
     for window in closed_form.score_windows(layer.spec, layer.weights, short, basis):
         assert window.weight.shape[1] == 1 and torch.isfinite(window.target).all()
 

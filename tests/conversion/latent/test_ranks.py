@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.latent import ranks as layer_ranks
 from mha2mla.conversion.latent.ranks import allocate, choose_layer_ranks, loss_at, most_rank
 from mha2mla.geometry import MLAGeometry, code_bytes
@@ -104,6 +105,22 @@ def test_a_converted_layer_alone_loses_what_its_model_says(source):
             clean, other = (each(judged.tokens).logits.log_softmax(-1) for each in (expected_model, changed))
         divergence = float((clean.exp() * (clean - other)).sum(-1).mean())
         assert found[layer] == pytest.approx([divergence], rel=2e-2)
+
+
+def test_layers_are_fitted_at_the_lengths_that_judge_them(source, monkeypatch):
+    """Attention over a window that is too long to judge by was most of the time."""
+    seen = []
+
+    def measured(walk, geometries, judged, *rest, **keys):
+        seen.append((walk.windows.window_lengths, judged.window_lengths))
+        return [[0.1] * len(geometries)] * LAYERS
+
+    monkeypatch.setattr(layer_ranks, "measure_losses", measured)
+    walk = uniform_walk(source, Recipe(layout="shared", cache_ratio=0.5, latent_ranks="measured", **SHORT))
+    for blocks in (1, 6):
+        windows = [tiny.some_tokens(blocks * 32 // length, length) for length in (8, 32)]
+        choose_layer_ranks(replace(walk, windows=TokenBlocks.of(windows)))
+    assert seen == [((8,), (8,)), ((8, 32), (8, 32))]
 
 
 @pytest.fixture(scope="module")
