@@ -24,8 +24,9 @@ _PUBLISHED: dict[str, Any] = {
     "calibration.lengths": 512,
 }
 # Text that the source itself wrote loses far less on other text than a manual does, and with a manual among it half as
-# much again: what people wrote surprises a model more than what it writes itself (docs/notes/calibration.md).
-_TEXT = "generated+builtin:pydoc"
+# much again: what people wrote surprises a model more than what it writes itself. Of two kinds: languages and formats
+# that the source knows beside what its own words begin (docs/notes/calibration.md).
+_TEXT = "generated-diverse+generated+builtin:pydoc"
 # At every size this lost less than 16 bits, on both models where it was measured (docs/notes/rank-and-bits.md).
 _BY_LAYER: dict[str, Any] = {"latent.bits": "auto"}
 # Gradient steps, layer by layer: minutes on one H200 for a model of 135M parameters.
