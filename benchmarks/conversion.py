@@ -56,7 +56,13 @@ ABLATIONS: dict[str, tuple[Any, ...]] = {
     "fit.queries": (False,),
     "fit.output": (False, True),
     "calibration.tokens": (24576, 98304),
-    "calibration.text": ("builtin:pydoc", "generated", "generated-diverse", "generated+builtin:pydoc"),
+    "calibration.text": (
+        "builtin:pydoc",
+        "generated",
+        "generated-diverse",
+        "generated+builtin:pydoc",
+        "generated-diverse+builtin:pydoc",
+    ),
     "calibration.lengths": (512, 4096, 8192, [512, 8192]),
 }
 FIT_ABLATIONS: dict[str, tuple[Any, ...]] = {

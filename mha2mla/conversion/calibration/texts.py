@@ -12,7 +12,7 @@ import re
 import sysconfig
 import tokenize
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -283,13 +283,13 @@ def text_shares(
     return parts
 
 
-def in_turns(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def in_turns(parts: list[torch.Tensor]) -> torch.Tensor:
     """Windows [n, length] of several texts as one: window i of each, then window i + 1, each text at its own pace, so
     that any part of the windows is mixed."""
     import torch
 
     place = torch.cat([torch.arange(len(part), dtype=torch.float64) / len(part) for part in parts])
-    return torch.cat(list(parts))[place.sort(stable=True).indices]
+    return torch.cat(parts)[place.sort(stable=True).indices]
 
 
 def prompts() -> tuple[list[str], list[str], list[str], list[str]]:

@@ -41,7 +41,7 @@ _FITTED_TOKENS = 98304
 # Most tokens to judge by, and their share of the calibration text: each passes all layers behind the one that is
 # converted, at every rank.
 _JUDGED_TOKENS, _JUDGED_SHARE = 24576, 1 / 6
-_PAIRS = PAIRS // 4  # that queries are refitted on at each rank: most of the time on a CPU otherwise
+_PAIRS = PAIRS // 4  # that the fits of a layer look at, at every rank
 _BATCH_TOKENS = 16384
 _PREDICTED_TOKENS = 512  # at a time: each has a probability for every token of the vocabulary
 
@@ -74,7 +74,7 @@ def choose_layer_ranks(
     ranks = sorted({min(most, max(step, round(factor * mean / step) * step)) for factor in FACTORS})
     fitted, judged = walk.windows.divided(_FITTED_TOKENS, _JUDGED_TOKENS)
     judged = judged.shortened(int(_JUDGED_SHARE * walk.windows.tokens.numel()))
-    fitted = fitted.of_lengths(judged.window_lengths)  # others would take a third of the time and judge nothing
+    fitted = fitted.of_lengths(judged.window_lengths)  # others take time and judge nothing
     geometries = [replace(geometry, kv_lora_rank=rank) for rank in ranks]
     keep = (min(geometries, key=lambda each: abs(each.kv_lora_rank - mean)), []) if is_auto else None
     search, coding = split(progress, 3, is_auto)
