@@ -19,13 +19,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 from cyclopts import Parameter
+from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -84,8 +85,14 @@ def counted(llm: Any) -> Counter[str]:
 
 
 @torch.no_grad()
-def judge(models: Sequence[Any], prompt: list[int], tokens: list[int]) -> dict[str, Any]:
+def judge(
+    models: Sequence[Any], prompt: list[int], tokens: list[int], forms: Sequence[Callable[[Tensor, int], Tensor]] = ()
+) -> dict[str, Any]:
     """Tokens by the logits of the model in bfloat16 and in float32 over the same prefix.
+
+    Args:
+        forms: of the same model in bfloat16, with other roundings: ids [1, N] and n to the last n logits [1, n,
+            vocabulary]. The largest error counts.
 
     Returns:
         ``equal``: how many are bfloat16's own choice; ``worst``: how far one lies below float32's best, over twice the
@@ -96,9 +103,11 @@ def judge(models: Sequence[Any], prompt: list[int], tokens: list[int]) -> dict[s
     ids = torch.tensor([prompt + tokens[:-1]], device=high.device)
     keep = len(tokens)
     mine, exact = (model(ids, use_cache=False, logits_to_keep=keep).logits[0].float() for model in (low, high))
+    rounded = torch.stack([mine, *(form(ids, keep)[0].float() for form in forms)])
+    error = (rounded - exact).abs().amax((0, -1))
     chosen = torch.tensor(tokens, device=exact.device)[:, None]
     below = exact.amax(-1) - exact.gather(1, chosen)[:, 0]
-    share = below / (2 * (mine - exact).abs().amax(-1))
+    share = below / (2 * error)
     return {
         "tokens": keep,
         "equal": int((mine.argmax(-1) == chosen[:, 0]).sum()),

@@ -204,6 +204,7 @@ def deepseek_config(config: MHA2MLAConfig, frequencies: Frequencies, engine: Eng
         # wrong shape.
         "attention_bias": True,
         "first_k_dense_replace": config.num_hidden_layers,
+        "moe_layer_freq": 1,  # SGLang has no default for it
         "moe_intermediate_size": source.intermediate_size,
         "n_routed_experts": 1,
         "n_shared_experts": 1,

@@ -1,6 +1,10 @@
-"""Exports answer prompts in transformers' own classes, in a process without this package, and every token is judged."""
+"""Exports answer prompts in other programs' classes, in a process without this package, and every token is judged."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,3 +52,36 @@ def test_a_random_mistral_is_converted(tmp_path, monkeypatch):
     assert stock_engines.converted("a/folder", str(tmp_path)) == "a/folder"
     with pytest.raises(ValueError, match=r"checkpoint is 'random:gpt2'; expected a folder or random: and one of \['ll"):
         stock_engines.converted("random:gpt2", str(tmp_path))
+
+
+ENGINE = """
+import types
+
+__version__ = "0"
+
+
+class Engine:
+    def __init__(self, **options):
+        self.server_args = types.SimpleNamespace(attention_backend=options["attention_backend"])
+        assert options["skip_tokenizer_init"]
+
+    def generate(self, input_ids, sampling_params):
+        assert sampling_params == {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
+        return [{"output_ids": [*ids, 7, 8]} for ids in input_ids]
+
+    def shutdown(self):
+        pass
+"""
+
+
+def test_sglang_answers_in_another_process(tmp_path):
+    """By a stand-in for SGLang, whose answers may begin with the prompt."""
+    (tmp_path / "sglang.py").write_text(ENGINE)
+    settings = json.dumps({"new_tokens": 2, "engine": {"attention_backend": "fa3"}})
+    script = Path(stock_engines.__file__).with_name("stock_sglang.py")
+    subprocess.run(
+        [sys.executable, str(script), settings, str(tmp_path / "answers")],
+        input="[[1, 2, 3], [4]]", text=True, check=True, env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    found = json.loads((tmp_path / "answers").read_text())
+    assert found == {"sglang": "0", "backend": "fa3", "answers": [[7, 8], [7, 8]]}

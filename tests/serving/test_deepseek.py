@@ -1,13 +1,14 @@
-"""Exports for engines that drop the latent's bias: their forward pass, written again here, gives the model's logits."""
+"""Exports for engines that drop the latent's bias: their forward pass, written again, gives the model's logits."""
 
 import json
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.nn.functional import embedding, linear, silu
+from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
 
+from benchmarks.stock_reference import StockModel
 from benchmarks.stock_transformers import answers
 from mha2mla.modeling import MHA2MLAForCausalLM
 from mha2mla.serving.deepseek import ENGINES, GUARD, place_frequencies, refusals
@@ -59,49 +60,8 @@ def read_folder(folder):
     return json.loads((folder / "config.json").read_text()), weights
 
 
-@torch.no_grad()
-def engine_logits(folder, ids, dtype):
-    """DeepSeek-V3's forward pass as vLLM's and SGLang's: no biases, the config's eps in every norm, pairs (2j, 2j + 1).
-
-    Norms, rotation and softmax in float32 (float64 for float64 models), and rounded to ``dtype``.
-    """
-    config, weights = read_folder(folder)
-    weights = {name: weight.to(dtype) for name, weight in weights.items() if not name.endswith(".bias")}
-    wide = torch.promote_types(dtype, torch.float32)
-    heads, rank = config["num_attention_heads"], config["kv_lora_rank"]
-    nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
-    theta = config["rope_parameters"]["rope_theta"]
-    frequency = theta ** (-torch.arange(0, rope, 2, dtype=torch.float64) / rope)
-    angle = torch.arange(ids.shape[1], dtype=torch.float64)[:, None] * frequency
-    cos, sin = angle.cos().to(wide), angle.sin().to(wide)
-
-    def norm(x, name):
-        x = x.to(wide)
-        return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + config["rms_norm_eps"])).to(dtype) * weights[name]
-
-    def rotate(x):  # [..., T, d_r]
-        even, odd = x.to(wide)[..., ::2], x.to(wide)[..., 1::2]
-        return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2).to(dtype)
-
-    x = embedding(ids, weights["model.embed_tokens.weight"])
-    mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
-    for index in range(config["num_hidden_layers"]):
-        at = f"model.layers.{index}."
-        h = norm(x, at + "input_layernorm.weight")
-        query = linear(h, weights[at + "self_attn.q_proj.weight"]).unflatten(-1, (heads, nope + rope)).transpose(1, 2)
-        c, key_pe = linear(h, weights[at + "self_attn.kv_a_proj_with_mqa.weight"]).split((rank, rope), -1)
-        c = norm(c, at + "self_attn.kv_a_layernorm.weight")
-        kv = linear(c, weights[at + "self_attn.kv_b_proj.weight"]).unflatten(-1, (heads, nope + value)).transpose(1, 2)
-        key, values = kv.split((nope, value), -1)
-        query = torch.cat((query[..., :nope], rotate(query[..., nope:])), -1)
-        key = torch.cat((key, rotate(key_pe)[:, None].expand(-1, heads, -1, -1)), -1)
-        scores = (query @ key.mT).to(wide) * (nope + rope) ** -0.5
-        shares = scores.masked_fill(~mask, -torch.inf).softmax(-1).to(dtype)
-        x = x + linear((shares @ values).transpose(1, 2).flatten(2), weights[at + "self_attn.o_proj.weight"])
-        h = norm(x, at + "post_attention_layernorm.weight")
-        gate, up = (linear(h, weights[f"{at}mlp.{part}_proj.weight"]) for part in ("gate", "up"))
-        x = x + linear(silu(gate) * up, weights[at + "mlp.down_proj.weight"])
-    return linear(norm(x, "model.norm.weight"), weights["lm_head.weight"])
+def engine_logits(folder, ids, dtype, absorbed=False):
+    return StockModel.load(folder, dtype).logits(ids, ids.shape[1], absorbed=absorbed)
 
 
 @torch.no_grad()
@@ -118,6 +78,7 @@ def test_engines_forward_gives_the_same_logits(name, tmp_path):
     own[torch.bfloat16] = model.bfloat16()(ids).logits
     exact = engine_logits(folder, ids, torch.float64)
     assert relative_error(own[torch.float32], exact) < TOLERANCE
+    assert relative_error(engine_logits(folder, ids, torch.float64, absorbed=True), exact) < 1e-12
     for dtype, logits in own.items():
         error = relative_error(engine_logits(folder, ids, dtype), exact)
         assert error < 1.25 * relative_error(logits, exact), dtype
@@ -205,6 +166,12 @@ def test_transformers_folder_has_guards_for_engines(tmp_path):
     assert config["index_topk"] == 1 and config["q_lora_rank"] is None and GUARD in weights
     config, weights = read_folder(exported(tmp_path, model_like("smollm2")))
     assert "index_topk" not in config and GUARD not in weights
+
+
+def test_sglang_finds_what_it_has_no_default_for(tmp_path):
+    """It reads the key for every layer, dense ones too, and stopped without it."""
+    config, _ = read_folder(exported(tmp_path, model_like("smollm2"), "sglang"))
+    assert config["moe_layer_freq"] == 1 and config["first_k_dense_replace"] == config["num_hidden_layers"]
 
 
 def test_engines_refusals_name_every_reason(tmp_path):
