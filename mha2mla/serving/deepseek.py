@@ -39,7 +39,7 @@ ENGINE_HEAD = 128
 NEGLIGIBLE = 1e-6  # largest mean square of the scaled latent, in units of eps
 # Their layers are DeepSeek's: RMSNorm, attention, RMSNorm, gated MLP.
 _LIKE_DEEPSEEK = [name for name, family in FAMILIES.items() if family.llama_decoder and not family.qk_norm]
-# Engines know no such tensor: vLLM refuses the folder, SGLang may only warn.
+# Engines know no such tensor: vLLM refuses the folder. SGLang has stopped at index_topk before.
 GUARD = "model.kv_a_proj_with_mqa_needs_its_bias"
 
 
