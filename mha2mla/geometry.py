@@ -169,9 +169,9 @@ def code_bytes(width: int, bits: int) -> int:
     return SCALE_BYTES + -(-width // CODE_BLOCK) * CODE_BLOCK * bits // 8
 
 
-def coded_width(row_bytes: int, bits: int) -> int:
-    """Elements of the widest row of codes in so many bytes, a multiple of 32."""
-    return max(0, row_bytes - SCALE_BYTES) * 8 // bits // CODE_BLOCK * CODE_BLOCK
+def coded_width(row_bytes: int, bits: float) -> int:
+    """Elements of the widest row of codes in so many bytes, a multiple of 32; ``bits`` of an element, or their mean."""
+    return int(max(0, row_bytes - SCALE_BYTES) * 8 // bits) // CODE_BLOCK * CODE_BLOCK
 
 
 def kept_keys_share(layers: Sequence[MLAGeometry], source_bytes: int) -> str:

@@ -18,7 +18,7 @@ from mha2mla.conversion.layer_walk import converted_config
 from mha2mla.conversion.recipe import Recipe, normalize_keys
 from mha2mla.conversion.source.opening import read_source_config
 from mha2mla.conversion.target import DEFAULT_LAYOUT, LayoutName
-from mha2mla.geometry import CODE_BLOCK, coded_width
+from mha2mla.geometry import CODE_BLOCK, LATENT_BITS, coded_width
 from mha2mla.modeling.cache_layout import PAGE_SIZE, fp8_layout
 from mha2mla.modeling.tensor_parallel import HeadShard
 from mha2mla.pipeline.sizing import (
@@ -35,6 +35,7 @@ from mha2mla.pipeline.sizing import (
     decode_kernel,
     find_gpu,
     footprint,
+    mean_bits,
     steps_by_rotary_width,
 )
 from mha2mla.trial_models import SHAPES, source_config
@@ -220,10 +221,10 @@ def _converted_row(
     by_layer = recipe.latent.bits == "auto" and not whole.is_full_rank
     budget = int(target["cache_ratio"] * 2 * whole.source_cache_numel_per_token)
     if by_layer:
-        bits = _bits_alike(target["cache_ratio"])
+        bits = mean_bits(target["cache_ratio"])
         most = min(reach_of_codes(whole, budget)[1], whole.full_kv_lora_rank - CODE_BLOCK)  # some layers stay below
-        rank = min(most, coded_width(budget, bits))
-        whole = replace(whole, kv_lora_rank=max(CODE_BLOCK, rank // CODE_BLOCK * CODE_BLOCK), latent_bits=bits)
+        rank = max(CODE_BLOCK, min(most, coded_width(budget, bits)))
+        whole = replace(whole, kv_lora_rank=rank, latent_bits=min(LATENT_BITS, key=lambda each: abs(each - bits)))
     geometry = HeadShard.of(whole, 0, tp).geometry
     after = footprint(converted_config(config, spec, (whole,) * spec.num_layers, recipe), geometry, spec, tp)
     if by_layer:  # the layers spend the budget together
@@ -258,12 +259,6 @@ def _converted_row(
     streams = 2 * 4 * recipe.calibration.tokens * spec.hidden_size
     layers = ITEMSIZE * after.layer_parameters * spec.num_layers
     return row | {"disk_gb": (ITEMSIZE * after.parameters + layers + streams) / 1e9}
-
-
-def _bits_alike(cache_ratio: float) -> int:
-    """Bits whose one rank is nearest to the mean rank of "auto", in the conversions on record: means of 2.4 bits at
-    0.0625, 3.3 at 0.125, 3.9 at 0.1875, 4.7 at 0.25, 5.7 at 0.3125 and 8 at 0.5."""
-    return next((bits for bits, most in ((2, 0.09), (3, 0.15), (4, 0.3125)) if cache_ratio <= most), 8)
 
 
 def _capacity(model: Footprint, machine: GPU, context: int, read: Footprint | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
+from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -96,18 +97,29 @@ CODED_LOSSES: Mapping[int | str, Mapping[str, Mapping[float, str]]] = MappingPro
     {
         "auto": {
             "SmolLM2-135M-Instruct": {
-                0.5: "1.002 / 1.006", 0.3125: "1.005 / 1.007", 0.25: "1.010 / 1.013", 0.1875: "1.019 / 1.027",
-                0.16: "1.033 / 1.039", 0.125: "1.061 / 1.075", 0.0625: "1.340 / 1.392",
+                0.5: "1.002 / 1.005", 0.3125: "1.006 / 1.009", 0.25: "1.009 / 1.014", 0.1875: "1.018 / 1.022",
+                0.16: "1.029 / 1.038", 0.125: "1.062 / 1.074", 0.0625: "1.318 / 1.417",
             },
             "Qwen2.5-Coder-0.5B-Instruct": {
-                0.5: "1.001 / 1.002", 0.3125: "1.006 / 1.003", 0.25: "1.017 / 1.028", 0.1875: "1.035 / 1.059",
-                0.16: "1.075 / 1.097", 0.125: "1.160 / 1.180", 0.0625: "2.066 / 2.030",
+                0.5: "1.001 / 1.001", 0.3125: "1.014 / 1.022", 0.25: "1.016 / 1.032", 0.1875: "1.042 / 1.056",
+                0.16: "1.086 / 1.132", 0.125: "1.139 / 1.127", 0.0625: "2.123 / 2.114",
             },
         },
         3: {"SmolLM2-135M-Instruct": {0.125: "1.067 / 1.092"}},
         4: {"SmolLM2-135M-Instruct": {0.16: "1.044 / 1.058"}},
     }
 )  # fmt: skip
+
+# Bits of an element that "auto" chose by cache_ratio, the mean over layers and over those two models.
+_MEAN_BITS = ((0.0625, 2.2), (0.125, 3.3), (0.16, 3.8), (0.1875, 4.1), (0.25, 4.7), (0.3125, 5.9), (0.5, 8.0))
+
+
+def mean_bits(cache_ratio: float) -> float:
+    """Bits of an element that "auto" may be expected to choose, between the shares on record by straight lines."""
+    for (below, low), (above, high) in pairwise(_MEAN_BITS):
+        if cache_ratio < above:
+            return low + (high - low) * max(0.0, (cache_ratio - below) / (above - below))
+    return _MEAN_BITS[-1][1]
 
 
 @dataclass(frozen=True)
