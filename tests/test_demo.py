@@ -94,7 +94,7 @@ def test_figures_name_text_window_and_calibration(demo):
         "converted: latents of 32 elements a token and layer, in codes of 4 bits",
         "builtin:opticks, 248 predicted tokens in windows of 32, float32",
         "the first 64 tokens of the same text",
-        "calibrated on 256 tokens of builtin:pydoc, where convert with preset quick takes 24,576",
+        "calibrated on 256 tokens of builtin:pydoc, where convert with preset quick takes 49,152",
     ):
         assert text in notes
 

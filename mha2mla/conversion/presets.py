@@ -24,10 +24,9 @@ _PUBLISHED: dict[str, Any] = {
     "calibration.lengths": 512,
 }
 # Text that the source itself wrote loses far less on other text than a manual does, and with a manual among it half as
-# much again: what people wrote surprises a model more than what it writes itself (docs/notes/calibration.md).
-_TEXT = "generated+builtin:pydoc"
-# With languages and formats that the source knows beside it; measured with closed forms alone (the same page).
-_TEXT_OF_TWO_KINDS = f"generated-diverse+{_TEXT}"
+# much again: what people wrote surprises a model more than what it writes itself. In languages and formats that the
+# source knows, or those lose several times as much as English (docs/notes/calibration.md).
+_TEXT = "generated-diverse+generated+builtin:pydoc"
 # At every size this lost less than 16 bits, on both models where it was measured (docs/notes/rank-and-bits.md).
 _BY_LAYER: dict[str, Any] = {"latent.bits": "auto"}
 # Gradient steps, layer by layer: minutes on one H200 for a model of 135M parameters.
@@ -77,8 +76,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "quick": {
             **_BY_LAYER,
             "fit.output": True,
-            "calibration.text": _TEXT_OF_TWO_KINDS,
-            "calibration.tokens": 3 * 8192,
+            "calibration.text": _TEXT,
+            "calibration.tokens": 6 * 8192,
         },
         # An hour or two on two CPU cores for the same model.
         "cpu": {

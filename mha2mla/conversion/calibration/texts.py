@@ -253,7 +253,7 @@ class OwnText:
 def text_shares(
     tokenizer: Any, name: str | Path, length: int, count: int, *, seed: int
 ) -> list[torch.Tensor | OwnText]:
-    """Windows of several texts, the same number of each as far as they reach.
+    """Windows of several texts, the same number of each as far as they reach; what the source makes up counts as one.
 
     Args:
         name: texts of :func:`load_text` joined by ``+``, and ``"generated"`` or ``"generated-diverse"`` for text that
@@ -268,18 +268,21 @@ def text_shares(
     """
     names = _parts(name)
     # The generated text is as long as it must be: it makes up for texts that are too short for their share.
-    names.sort(key=lambda part: part in (GENERATED, DIVERSE))
+    own = [part for part in names if part in (GENERATED, DIVERSE)]
+    read = [part for part in names if part not in own]
     parts: list[torch.Tensor | OwnText] = []
-    for place, part in enumerate(names):
-        share = -(-count // (len(names) - place))
+    for place, part in enumerate(read):
+        share = -(-count // (len(read) - place + bool(own)))
         if share < 1:
             break
-        if part in (GENERATED, DIVERSE):
-            parts.append(OwnText(part, length, share))
-            count -= share
-        else:
-            parts.append(token_windows(tokenizer, load_text(part), length, share, seed=seed))
-            count -= len(parts[-1])
+        parts.append(token_windows(tokenizer, load_text(part), length, share, seed=seed))
+        count -= len(parts[-1])
+    for place, part in enumerate(own):
+        share = -(-count // (len(own) - place))
+        if share < 1:
+            break
+        parts.append(OwnText(part, length, share))
+        count -= share
     return parts
 
 

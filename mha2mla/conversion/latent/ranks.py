@@ -40,7 +40,7 @@ _STEP_TOKENS = 2048  # most that such a step takes, but for a whole block
 _FITTED_TOKENS = 98304
 # Most tokens to judge by, and their share of the calibration text: each passes all layers behind the one that is
 # converted, at every rank.
-_JUDGED_TOKENS, _JUDGED_SHARE = 24576, 1 / 6
+_JUDGED_TOKENS, _JUDGED_SHARE = 24576, 1 / 12
 _PAIRS = PAIRS // 4  # that the fits of a layer look at, at every rank
 _BATCH_TOKENS = 16384
 _PREDICTED_TOKENS = 512  # at a time: each has a probability for every token of the vocabulary
