@@ -117,7 +117,7 @@ def test_layers_are_fitted_at_the_lengths_that_judge_them(source, monkeypatch):
 
     monkeypatch.setattr(layer_ranks, "measure_losses", measured)
     walk = uniform_walk(source, Recipe(layout="shared", cache_ratio=0.5, latent_ranks="measured", **SHORT))
-    for blocks in (1, 6):
+    for blocks in (1, 12):
         windows = [tiny.some_tokens(blocks * 32 // length, length) for length in (8, 32)]
         choose_layer_ranks(replace(walk, windows=TokenBlocks.of(windows)))
     assert seen == [((8,), (8,)), ((8, 32), (8, 32))]
