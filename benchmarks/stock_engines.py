@@ -6,11 +6,11 @@
     python benchmarks/stock_engines.py sglang random:mistral --python path/to/sglang/bin/python
 
 Exports the checkpoint, has 64 prompts answered, and judges every token by the converted model's logits over the same
-prefix, as ``vllm_serving.py exact`` does (docs/serving.md), with an engine's roundings (``stock_reference.py``) beside
-the model's own. ``vllm`` and ``sglang`` need a GPU; ``transformers`` runs the folder for transformers, and the one for
-engines at their eps, in another process on a CPU. ``random:llama`` and ``random:mistral`` are small models of random
-weights, converted here and kept in float32: an export scales queries, and in bfloat16 its weights would be rounded a
-second time.
+prefix, as ``vllm_serving.py exact`` does (docs/serving.md); tokens of vLLM and SGLang with an MLA engine's roundings
+(``stock_reference.py``) beside the model's own. ``vllm`` and ``sglang`` need a GPU; ``transformers`` runs the folder
+for transformers, and the one for engines at their eps, in another process on a CPU. ``random:llama`` and
+``random:mistral`` are small models of random weights, converted here and kept in float32: an export scales queries, and
+in bfloat16 its weights would be rounded a second time.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def transformers(
             input=json.dumps(prompts), stdout=subprocess.PIPE, text=True, check=True,
         )  # fmt: skip
         answers = dict(zip(engines, json.loads(done.stdout), strict=True))
-        _add(table, folder, Path(exported[1]), "cpu", prompts, answers, time.time() - begin)
+        _add(table, folder, None, "cpu", prompts, answers, time.time() - begin)
     return table.show(f"transformers {table.environment['transformers']}, exact")
 
 
@@ -201,15 +201,16 @@ def _prompts(folder: str) -> list[list[int]]:
 
 
 def _add(
-    table: Recording, checkpoint: str, exported: Path, device: str, prompts: list[list[int]],
+    table: Recording, checkpoint: str, exported: Path | None, device: str, prompts: list[list[int]],
     answers: dict[str, list[list[int]]], seconds: float,
 ) -> None:  # fmt: skip
-    """Judges answers by engine; ``exported`` for engines says how they round; ``seconds`` for all."""
+    """Judges answers by engine. ``exported``: the folder that an MLA engine read, by which it rounds; None where
+    transformers' classes answered, which never decode in the latent's space. ``seconds`` for all."""
     models = [
         AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, device_map=device).eval()
         for dtype in (torch.bfloat16, torch.float32)
     ]
-    forms = _engine_forms(exported, models, prompts[0], device)
+    forms = [] if exported is None else _engine_forms(exported, models, prompts[0], device)
     for name, found in answers.items():
         judged = [judge(models, prompt, tokens, forms) for prompt, tokens in zip(prompts, found, strict=True)]
         table.add(

@@ -54,6 +54,22 @@ def test_a_random_mistral_is_converted(tmp_path, monkeypatch):
         stock_engines.converted("random:gpt2", str(tmp_path))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_a_wrong_export_does_not_widen_the_bound(spoilt, tmp_path):
+    torch.manual_seed(0)
+    model = model_like("smollm2")
+    model.save_pretrained(tmp_path / "mla")
+    folder = stock_engines.export(tmp_path / "mla", tmp_path / "vllm", "deepseek-v3", "vllm")
+    if spoilt:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-6}))
+    load = stock_engines.AutoModelForCausalLM.from_pretrained
+    models = [load(tmp_path / "mla", dtype=dtype).eval() for dtype in (torch.bfloat16, torch.float32)]
+    forms = stock_engines._engine_forms(folder, models, list(range(5, 45)), "cpu")
+    assert len(forms) == (0 if spoilt else 2)
+
+
 ENGINE = """
 import types
 

@@ -22,6 +22,7 @@ from mha2mla.pipeline.sizing import (
     decode_kernel,
     find_gpu,
     footprint,
+    mean_bits,
     recognize_gpu,
 )
 from mha2mla.trial_models import converted_config, source_config
@@ -161,6 +162,17 @@ def test_losses_of_ranks_and_bits_by_layer_are_those_on_record():
     }
     told = {(model, ratio): losses for model, each in CODED_LOSSES["auto"].items() for ratio, losses in each.items()}
     assert told == found
+
+
+def test_bits_to_expect_are_the_means_on_record():
+    by_ratio = {}
+    for row in rows("h200-row-codes"):
+        if row["cache"].startswith("quick, auto"):
+            by_ratio.setdefault(float(row["cache"].split()[-1]), []).append(row["bits"])
+    assert len(by_ratio) == 7
+    for ratio, found in by_ratio.items():
+        assert mean_bits(ratio) == pytest.approx(sum(found) / len(found), abs=0.06)
+    assert mean_bits(0.03) == mean_bits(0.0625) < mean_bits(0.09) < mean_bits(0.125) and mean_bits(0.9) == 8
 
 
 def test_losses_of_codes_are_those_on_record():

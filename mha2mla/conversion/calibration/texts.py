@@ -270,19 +270,18 @@ def text_shares(
     # The generated text is as long as it must be: it makes up for texts that are too short for their share.
     own = [part for part in names if part in (GENERATED, DIVERSE)]
     read = [part for part in names if part not in own]
+    among = [*range(len(read) + bool(own), bool(own), -1), *range(len(own), 0, -1)]  # that share what is left
     parts: list[torch.Tensor | OwnText] = []
-    for place, part in enumerate(read):
-        share = -(-count // (len(read) - place + bool(own)))
+    for part, sharing in zip(read + own, among, strict=True):
+        share = -(-count // sharing)
         if share < 1:
             break
-        parts.append(token_windows(tokenizer, load_text(part), length, share, seed=seed))
-        count -= len(parts[-1])
-    for place, part in enumerate(own):
-        share = -(-count // (len(own) - place))
-        if share < 1:
-            break
-        parts.append(OwnText(part, length, share))
-        count -= share
+        if part in own:
+            parts.append(OwnText(part, length, share))
+            count -= share
+        else:
+            parts.append(token_windows(tokenizer, load_text(part), length, share, seed=seed))
+            count -= len(parts[-1])
     return parts
 
 
