@@ -1,12 +1,12 @@
 """Time of a token of generate: captured, uncaptured, and the graph alone; and the first token beside the source's.
 
     python benchmarks/generate.py --json benchmarks/results/h200-generate.json
-    python benchmarks/generate.py --layers 32 --batches "[1, 8, 16]"
+    python benchmarks/generate.py --models "smollm2-135m computed" --batches "[1, 8, 16]"
 
-Random weights of Llama-2-7B's shape (H=32, G=32, 512+16, bfloat16), of which ``--layers`` layers run: by default a
-quarter. Milliseconds a token are the wall clock of a greedy generate less that of one which makes its prompt's token
-only, over the tokens between, transformers' own work included; the graph's are device time of the replays alone. The
-captured tokens must be the uncaptured ones. The source runs the same prompts with torch's SDPA.
+Models of ``whole_models.py``: random weights, bfloat16. Milliseconds a token are the wall clock of a greedy generate
+less that of one which makes its prompt's token only, over the tokens between, transformers' own work included; the
+graph's are device time of the replays alone. The captured tokens must be the uncaptured ones. The source runs the same
+prompts with torch's SDPA.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from transformers import PreTrainedModel
 
 from benchmarks.recording import Recording, command
+from benchmarks.whole_models import cases
 from mha2mla.eval.latency import greedy, median_seconds, weight_bytes
 from mha2mla.modeling import MHA2MLAForCausalLM
-from mha2mla.trial_models import converted_config, random_model, source_config
+from mha2mla.trial_models import random_model
 
 
 @torch.no_grad()
@@ -77,28 +78,34 @@ def wait() -> None:
 
 
 def tokens(
+    models: str = "llama-3-8b kept,qwen2.5-7b kept",
     batches: Sequence[int] = (1, 8),
     prompt: int = 2048,
     new_tokens: int = 128,
-    layers: int = 8,
+    layers: int | None = None,
     json: str | None = None,
 ) -> bool:
     """Measures batches of prompts and prints their table; says whether all captured tokens are the uncaptured ones.
 
     Args:
+        models: shapes and ways of ``whole_models.py``, separated by commas.
         batches: numbers of prompts.
         prompt: tokens of each.
         new_tokens: that follow.
-        layers: of the model, whose embeddings and head are whole.
+        layers: of the model, whose embeddings and head are whole; default the shape's.
         json: also write every row to this file.
     """
     table = Recording("generate", json)
-    shape = source_config("llama-2-7b", num_hidden_layers=layers, eos_token_id=None, pad_token_id=0)
-    widths = converted_config(shape, layout="per-group", kv_lora_rank=512, qk_rope_head_dim=16)
-    model, source = (random_model(config, "cuda", torch.bfloat16) for config in (widths, shape))
-    for batch in batches:
-        table.add(measure(model, source, batch, prompt, new_tokens))
-    return table.show(f"a token of generate: {layers} layers of Llama-2-7B's shape, H=32, G=32, 512+16, bfloat16")
+    changes = {"eos_token_id": None, "pad_token_id": 0} | ({} if layers is None else {"num_hidden_layers": layers})
+    for title in models.split(","):
+        shape, _, way = title.strip().partition(" ")
+        ways = {case.way: case.config for case in cases(shape, **changes)}
+        model, source = (random_model(ways[each], "cuda", torch.bfloat16) for each in (way, "source"))
+        for batch in batches:
+            table.add({"model": shape, "way": way, **measure(model, source, batch, prompt, new_tokens)})
+        del model, source
+        torch.cuda.empty_cache()
+    return table.show("a token of generate")
 
 
 if __name__ == "__main__":

@@ -65,10 +65,13 @@ class EngineSettings:
 
 def random_config(shape: str, layout: str, layers: int | None = None, positions: int = 8192) -> MHA2MLAConfig:
     """Config of a conversion of one of :data:`SHAPES`, or of a small model of one of :data:`FAMILIES`; ``layout`` may
-    be "codes3", "codes4" or "codes8", latent in so many bits; with "-kept" rotary keys are kept if "auto" does."""
-    bits = 16
+    be "codes3", "codes4" or "codes8", latent in so many bits; with "-kept" rotary keys are kept if "auto" does, behind
+    "latent" also with "-bfloat16", "-int8" and "-none"."""
+    bits, keys_kept = 16, ""
+    if layout.startswith(("codes", "latent")):
+        layout, _, keys_kept = layout.partition("-")
     if layout.startswith("codes"):
-        bits, layout, kept = int(layout[5]), "latent", layout.endswith("-kept")
+        bits, layout = int(layout[5]), "latent"
     keys: dict[str, Any] = {} if layers is None else {"num_hidden_layers": layers}
     keys |= {"max_position_embeddings": positions, "eos_token_id": None, "pad_token_id": 0, "dtype": "bfloat16"}
     if shape in FAMILIES:
@@ -77,7 +80,9 @@ def random_config(shape: str, layout: str, layers: int | None = None, positions:
         source = source_config(SHAPES[shape], **keys, tie_word_embeddings=False)
     config = converted_config(source, **TARGETS.get((shape, layout), {"layout": layout, "cache_ratio": 0.5}))
     if bits < 16:
-        config.latent_bits, config.rotary_key_cache = bits, "auto" if kept else "none"
+        config.latent_bits = bits
+    if bits < 16 or keys_kept:
+        config.rotary_key_cache = {"": "none", "kept": "auto"}.get(keys_kept, keys_kept)
     if layout == "by-layer":
         config.kv_lora_rank = [192 if index % 2 == 0 else 128 for index in range(config.num_hidden_layers)]
     config.architectures, config.dtype = ["MHA2MLAForCausalLM"], torch.bfloat16

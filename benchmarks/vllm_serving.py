@@ -5,10 +5,12 @@
     python benchmarks/vllm_serving.py exact random:llama-3-8b:codes3 --layers 2 --eager
     python benchmarks/vllm_serving.py speed --shape llama-2-7b --memory 0.9 --contexts 8192
     python benchmarks/vllm_serving.py speed --shape llama-3-8b --layout codes3 --memory 0.9 --most 1024
+    python benchmarks/vllm_serving.py requests source latent latent-bfloat16 shared --shape smollm2 --memory 0.5
 
 ``exact`` judges every greedy token of vLLM by transformers' logits over the same prefix: in float32 it may lie below
 the best one by at most twice what transformers' own bfloat16 errs at that position, which is what decides ties.
-``speed`` times steps in which all sequences decode, with random weights, up to as many as the cache holds.
+``speed`` times steps in which all sequences decode, with random weights, up to as many as the cache holds;
+``requests`` whole requests, all of them asked for at once.
 Needs vLLM (docs/serving.md); run from a clone, where the plug-in's entry point is made for the process.
 """
 
@@ -279,15 +281,9 @@ def speed(arguments: Annotated[SpeedSettings, Parameter(name="*")] = SpeedSettin
     holds."""
     with_entry_point()
     table = Recording("vllm-speed", arguments.json)
-    folder, room = tempfile.mkdtemp(), WARM_UP + arguments.steps + ROOM
+    room = WARM_UP + arguments.steps + ROOM
     positions = max(arguments.contexts) + room
-    is_source = arguments.layout in ("source", "source-fp8")
-    layout = "latent" if is_source else arguments.layout
-    config = random_config(arguments.shape, layout, arguments.layers, positions)
-    if is_source:
-        config = LlamaConfig(**{key: value for key, value in config.source_config.items() if key != "model_type"})
-        config.architectures, config.dtype = ["LlamaForCausalLM"], torch.bfloat16
-    config.save_pretrained(folder)
+    config, folder = _weightless(arguments.shape, arguments.layout, arguments.layers, positions)
     options: dict[str, Any] = {
         **arguments.options(),
         "max_model_len": positions,
@@ -317,6 +313,79 @@ def speed(arguments: Annotated[SpeedSettings, Parameter(name="*")] = SpeedSettin
             rate = _decode_rate(llm, config.vocab_size, context, batch, arguments)
             table.add({**common, "context": context, "fit": fit, "sequences": batch, **rate})
     return table.show(f"vLLM {table.environment['vllm']}, speed")
+
+
+def _weightless(shape: str, layout: str, layers: int | None, positions: int) -> tuple[Any, str]:
+    """Config of a shape in a layout, or of its source, and a folder with it, for weights that the engine draws."""
+    is_source = layout in ("source", "source-fp8")
+    config = random_config(shape, "latent" if is_source else layout, layers, positions)
+    if is_source:
+        config = LlamaConfig(**{key: value for key, value in config.source_config.items() if key != "model_type"})
+        config.architectures, config.dtype = ["LlamaForCausalLM"], torch.bfloat16
+    folder = tempfile.mkdtemp()
+    config.save_pretrained(folder)
+    return config, folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestSettings(EngineSettings):
+    """Requests.
+
+    Args:
+        shape: of the source.
+        layers: default the shape's.
+        tokens_in: of a prompt. tokens_out: of an answer.
+        sequences: requests, all at once.
+        runs: the fastest counts, since another process only ever slows one down.
+    """
+
+    shape: Literal["smollm2", "llama-2-7b", "llama-3-8b"] = "smollm2"
+    layers: int | None = None
+    tokens_in: int = 7168
+    tokens_out: int = 1024
+    sequences: int = 64
+    runs: int = 2
+
+
+def requests(
+    layouts: list[str], /, *, arguments: Annotated[RequestSettings, Parameter(name="*")] = RequestSettings()
+) -> bool:
+    """Whole requests with random weights, and their prompts alone, of each layout as ``speed`` names them; vLLM's
+    default compilation and CUDA graphs."""
+    with_entry_point()
+    table = Recording("vllm-end-to-end", arguments.json)
+    for layout in layouts:
+        positions = arguments.tokens_in + arguments.tokens_out
+        config, folder = _weightless(arguments.shape, layout, arguments.layers, positions)
+        options = {"max_model_len": positions, "max_num_seqs": arguments.sequences, "load_format": "dummy"}
+        if layout == "source-fp8":
+            options["kv_cache_dtype"] = "fp8"
+        begin = time.time()
+        llm = engine(folder, enable_prefix_caching=False, **arguments.options(), **options)
+        cache = llm.llm_engine.vllm_config.cache_config
+        row = {
+            "shape": arguments.shape, "layers": config.num_hidden_layers, "layout": layout,
+            "start_s": time.time() - begin, "tokens in": arguments.tokens_in, "tokens out": arguments.tokens_out,
+            "sequences": arguments.sequences, "cached tokens": cache.num_gpu_blocks * cache.block_size,
+            **held_cache(llm, config),
+        }  # fmt: skip
+        prompts = prompts_of(config.vocab_size, [arguments.tokens_in] * arguments.sequences)
+        greedy(llm, prompts[:2], 2)  # warms up
+        for name, count in (("prompts_s", 1), ("elapsed_s", arguments.tokens_out)):
+            times = []
+            for _ in range(arguments.runs):
+                begin = time.time()
+                answers = greedy(llm, prompts, count)
+                times.append(time.time() - begin)
+            row |= {name: min(times), f"{name}_all": times}
+        made = sum(len(answer.outputs[0].token_ids) for answer in answers)
+        row |= {"requests_s": arguments.sequences / row["elapsed_s"], "tokens_out_s": made / row["elapsed_s"]}
+        row["status"] = "ok" if made == arguments.sequences * arguments.tokens_out else f"{made} tokens"
+        table.add(row)
+        del llm
+        gc.collect()
+        torch.cuda.empty_cache()
+    return table.show(f"vLLM {table.environment['vllm']}, whole requests")
 
 
 def _decode_rate(llm: Any, vocabulary: int, context: int, batch: int, arguments: SpeedSettings) -> dict[str, Any]:
@@ -370,4 +439,4 @@ def _profile(own: Any, steps: int = 4) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(command(exact, speed))
+    sys.exit(command(exact, speed, requests))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 
 from mha2mla.conversion.calibration.texts import load_text, plain_tokens, start_tokens
 from mha2mla.conversion.predictions import Predictor, windows_at_once
+from mha2mla.eval.quantized_caches import ComparedCache
 from mha2mla.terminal import progress_bar
 
 SPAN = 64  # tokens that are repeated
@@ -43,6 +44,7 @@ REPEATED = "repeated span"
 
 COLUMNS = {
     "probe": "probe",
+    "cache": "cache",
     "length": "tokens",
     "measure": "measure",
     "chance": "chance",
@@ -87,6 +89,7 @@ class ProbeRow:
     """One probe at one length, source beside converted.
 
     Attributes:
+        cache: of the converted model, as in :class:`~mha2mla.eval.quality.QualityRow`.
         length: tokens of the context, or of the gap between two occurrences.
         measure: "accuracy", the share of right choices, or "gain", nats per token of the repeated span.
         num_items: questions or spans; text, seed: sources of them.
@@ -99,6 +102,7 @@ class ProbeRow:
     """
 
     probe: str
+    cache: str
     length: int
     measure: str
     num_items: int
@@ -129,6 +133,7 @@ def run_probes(
     tokenizer: Any,
     settings: ProbeSettings,
     *,
+    caches: Sequence[Callable[[], ComparedCache]] = (),
     longest: int | None = None,
     progress: bool = True,
 ) -> tuple[list[ProbeRow], list[str]]:
@@ -136,6 +141,7 @@ def run_probes(
 
     Args:
         source, converted: loaded causal language models of one vocabulary.
+        caches: makers of models over other caches, which are compared with the source as ``converted`` is.
         longest: tokens that both models take; longer probes are left out.
 
     Returns:
@@ -144,7 +150,9 @@ def run_probes(
     Raises:
         ValueError: the text is unusable (``load_text``).
     """
-    predictors = Predictor(source), Predictor(converted)
+    compared = [ComparedCache(converted), *(make() for make in caches)]
+    predictors = [Predictor(source), *(Predictor(each.model, each.run) for each in compared)]
+    names = [each.name for each in compared]
     writer = Writer(tokenizer, settings.text)
     rows, skipped = [], []
     most = math.inf if longest is None else longest
@@ -163,7 +171,7 @@ def run_probes(
                 except ProbeError as error:
                     skipped.append(f"{name} in {length} tokens: {error}")
                 else:
-                    rows.append(_choice_row(name, length, questions, predictors, settings))
+                    rows += _choice_rows(name, length, questions, names, predictors, settings)
                 bar.update()
         for gap in gaps:
             try:
@@ -171,18 +179,19 @@ def run_probes(
             except ProbeError as error:
                 skipped.append(f"{REPEATED} after {gap} tokens: {error}")
             else:
-                rows.append(_gain_row(gap, *contexts, predictors, settings))
+                rows += _gain_rows(gap, *contexts, names, predictors, settings)
             bar.update()
     return rows, skipped
 
 
-def _choice_row(
+def _choice_rows(
     name: str,
     length: int,
     questions: Sequence[Question],
+    caches: Sequence[str],
     predictors: Iterable[Predictor],
     settings: ProbeSettings,
-) -> ProbeRow:
+) -> Iterator[ProbeRow]:
     ids = torch.tensor([question.ids for question in questions])
     candidates = torch.tensor([question.candidates for question in questions])
     answers = torch.tensor([question.answer for question in questions])
@@ -195,22 +204,26 @@ def _choice_row(
         right.append((offered.argmax(1) == answers).double())
         nll.append(-float(offered.gather(1, answers[:, None]).double().mean()))
     chance, depths = 1 / candidates.shape[1], [question.depth for question in questions]
-    return ProbeRow(
-        probe=name,
-        length=length,
-        measure="accuracy",
-        num_items=len(questions),
-        chance=chance,
-        source=float(right[0].mean()),
-        converted=float(right[1].mean()),
-        source_by_depth=_thirds(right[0], depths),
-        converted_by_depth=_thirds(right[1], depths),
-        nll_source=nll[0],
-        nll_converted=nll[1],
-        counts=_by_chance(int(right[0].sum()), len(questions), chance) < _SIGNIFICANCE,
-        text=settings.text,
-        seed=settings.seed,
-    )
+    by_depth = [_thirds(each, depths) for each in right]
+    counts = _by_chance(int(right[0].sum()), len(questions), chance) < _SIGNIFICANCE
+    for each, cache in enumerate(caches, start=1):
+        yield ProbeRow(
+            probe=name,
+            cache=cache,
+            length=length,
+            measure="accuracy",
+            num_items=len(questions),
+            chance=chance,
+            source=float(right[0].mean()),
+            converted=float(right[each].mean()),
+            source_by_depth=by_depth[0],
+            converted_by_depth=by_depth[each],
+            nll_source=nll[0],
+            nll_converted=nll[each],
+            counts=counts,
+            text=settings.text,
+            seed=settings.seed,
+        )
 
 
 def _thirds(right: torch.Tensor, depths: Sequence[float | None]) -> tuple[float, ...]:
@@ -238,28 +251,35 @@ def _repetitions(gap: int, writer: Writer, draw: random.Random, items: int) -> t
     return torch.tensor(other), torch.tensor(again)
 
 
-def _gain_row(
-    gap: int, other: torch.Tensor, again: torch.Tensor, predictors: Iterable[Predictor], settings: ProbeSettings
-) -> ProbeRow:
+def _gain_rows(
+    gap: int,
+    other: torch.Tensor,
+    again: torch.Tensor,
+    caches: Sequence[str],
+    predictors: Iterable[Predictor],
+    settings: ProbeSettings,
+) -> Iterator[ProbeRow]:
     items = len(again)
     gains = []
     for predictor in predictors:
         first, second = (_span_losses(predictor, ids) for ids in (other, again))
         gains.append(first - second)
     error = float(gains[0].std()) / math.sqrt(items) if items > 1 else math.inf
-    source, converted = (float(gain.mean()) for gain in gains)
-    return ProbeRow(
-        probe=REPEATED,
-        length=gap,
-        measure="gain",
-        num_items=items,
-        chance=0.0,
-        source=source,
-        converted=converted,
-        counts=source > _GAIN_ERRORS * error,
-        text=settings.text,
-        seed=settings.seed,
-    )
+    source, *others = (float(gain.mean()) for gain in gains)
+    for cache, converted in zip(caches, others, strict=True):
+        yield ProbeRow(
+            probe=REPEATED,
+            cache=cache,
+            length=gap,
+            measure="gain",
+            num_items=items,
+            chance=0.0,
+            source=source,
+            converted=converted,
+            counts=source > _GAIN_ERRORS * error,
+            text=settings.text,
+            seed=settings.seed,
+        )
 
 
 def _span_losses(predictor: Predictor, ids: torch.Tensor) -> torch.Tensor:

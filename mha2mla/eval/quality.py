@@ -199,7 +199,7 @@ def evaluate_quality(
             latents (``LatentCodes``), whose basis is computed from :data:`BASIS_TEXT`, and over kept rotary keys
             (``RotaryKeys``), whose rows also have the divergence from computed keys.
         probes: also ask what needs far context (:mod:`mha2mla.eval.probes`); True takes the window lengths that were
-            measured, and the last text; a number asks so many questions of each probe.
+            measured, and the last text; a number asks so many questions of each probe. ``caches`` are asked too.
         generation: also compare greedy continuations (:mod:`mha2mla.eval.generation`); True takes the last text.
         tokenizer: needed when ``source`` is a loaded model; otherwise the source folder's.
         device: where to compute; default CUDA when there is one.
@@ -237,9 +237,10 @@ def evaluate_quality(
     if generation is True:
         generation = GenerationSettings(text=texts[-1])
     found: list[tuple[Any, ...]] = []
-    for compare, settings in ((run_probes, probes), (compare_generation, generation)):
-        models = (source, converted, tokenizer)
-        more, missing = compare(*models, settings, longest=longest, progress=progress) if settings else ([], [])
+    others = {"caches": compared[1:]}
+    for compare, settings, how in ((run_probes, probes, others), (compare_generation, generation, {})):
+        models, how = (source, converted, tokenizer), {**how, "longest": longest, "progress": progress}
+        more, missing = compare(*models, settings, **how) if settings else ([], [])
         found.append(tuple(more))
         skipped += missing
     dtype, device = str(converted.dtype).removeprefix("torch."), str(converted.device)

@@ -225,6 +225,23 @@ def test_default_probes_follow_lengths_and_last_text(tiny_source, other, monkeyp
     assert asked == [(ProbeSettings(lengths=(32, 48), items=3, **text), 4096)]
 
 
+def test_probes_ask_other_caches_too(tiny_source, tmp_path):
+    recipe = {"preset": "minimal", "layout": "latent", "calibration.tokens": 256, "calibration.lengths": 64}
+    tiny.convert(str(tiny_source), tmp_path / "half", recipe)
+    settings = SETTINGS | {"probes": ProbeSettings((640,), (128,), 2, text="builtin:prose")}
+    caches = quality.parse_caches("1", "", "bfloat16,int8")
+    report = evaluate_quality(tiny_source, tmp_path / "half", **settings | {"caches": caches})
+    assert {row.cache for row in report.probes} == {row.cache for row in report.rows}
+    first, *names = dict.fromkeys(row.cache for row in report.probes)
+    assert len(names) == 4  # keys of the source by channel and by token, rotary keys in two modes
+    found = {(row.cache, row.probe): row for row in report.probes}
+    for probe in QUESTIONS:
+        assert len({found[name, probe].nll_source for name in (first, *names)}) == 1
+        computed, exact, codes = (found[name, probe].nll_converted for name in (first, *names[-2:]))
+        assert exact == pytest.approx(computed, rel=1e-4) and codes != computed
+        assert all(found[name, probe].nll_converted != computed for name in names[:2])
+
+
 def test_quantised_caches_are_rows_with_their_bytes(tiny_source, tmp_path):
     recipe = {"preset": "minimal", "layout": "latent", "calibration.tokens": 256, "calibration.lengths": 64}
     tiny.convert(str(tiny_source), tmp_path / "half", recipe)
