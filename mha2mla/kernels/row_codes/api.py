@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mha2mla.geometry import CODE_BLOCK, SCALE_BYTES, code_bytes
-from mha2mla.kernels.ops import register_kernel, runs_compiled
+from mha2mla.kernels.ops import register, register_kernel, runs_compiled
 from mha2mla.kernels.rope_append.api import write_rows
 
 PLANES = (8, 4, 2, 1)  # bits of a code are stored in planes of these widths, so that no code crosses a byte
@@ -61,7 +61,7 @@ class RowQuantizer:
 
     def encode(self, rows: Tensor, centers: Tensor | None = None) -> Tensor:
         """``rows`` [..., width] of any floating dtype as uint8 [..., bytes_per_row(width)]."""
-        codes, scale, is_second = self._codes(rows, centers)
+        codes, scale, is_second = _find_codes(rows, centers, self.bits)
         codes = F.pad(codes.to(torch.uint8), (0, -rows.shape[-1] % CODE_BLOCK)).unflatten(-1, (-1, CODE_BLOCK))
         packed = [_pack(codes >> shift & (1 << plane) - 1, plane) for plane, shift in self._planes()]
         stored = torch.where(is_second, -scale, scale)
@@ -80,30 +80,12 @@ class RowQuantizer:
 
     def round(self, rows: Tensor, centers: Tensor | None = None) -> Tensor:
         """``rows`` [..., width] as their codes give them back, in the same dtype."""
-        return self._rows(*self._codes(rows, centers), centers, rows.dtype)
-
-    def _codes(self, rows: Tensor, centers: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes [..., width], float32, of rows [..., width]; scales [..., 1], float32; and which are coded from the
-        second center [..., 1]. Products are exact in float64, so that their sums do not depend on the order."""
-        rows = rows.float()
-        is_second = torch.zeros_like(rows[..., :1], dtype=torch.bool)
-        if centers is not None:
-            first, second = (rows - center for center in centers.float())
-            is_second = _energy(second) < _energy(first)
-            rows = torch.where(is_second, second, first)
-        energy = _energy(rows)
-        spread = STEPS[self.bits] * (energy / rows.shape[-1]).sqrt()
-        step = torch.minimum(spread, rows.abs().amax(-1, keepdim=True).double() / self.middle).float()
-        codes = torch.where(step > 0, rows / step + self.middle, 0.0).round().clamp(0, 2**self.bits - 1)
-        along = (rows.double() * (codes - self.middle).double()).sum(-1, keepdim=True)
-        scale = torch.where(step == 0, 0.0, energy / along).float()
-        is_number = step.isfinite()
-        return torch.where(is_number, codes, 0.0), torch.where(is_number, scale, torch.nan), is_second
+        return self._rows(*_find_codes(rows, centers, self.bits), centers, rows.dtype)
 
     def _rows(
         self, codes: Tensor, scale: Tensor, is_second: Tensor, centers: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        """What :meth:`_codes` found, as rows in ``dtype``."""
+        """What :func:`_find_codes` found, as rows in ``dtype``."""
         rows = (codes.float() - self.middle) * scale
         if centers is not None:
             rows = rows + centers.float()[is_second[..., 0].long()]
@@ -116,6 +98,39 @@ class RowQuantizer:
             if self.bits & plane:
                 yield plane, shift
                 shift += plane
+
+
+def _found_codes(rows: Tensor, centers: Tensor | None, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [..., width], float32, of rows [..., width]; scales [..., 1], float32; and which are coded from the second
+    center [..., 1]. Products are exact in float64, so that their sums do not depend on the order."""
+    rows, middle = rows.float(), RowQuantizer(bits).middle
+    is_second = torch.zeros_like(rows[..., :1], dtype=torch.bool)
+    if centers is not None:
+        first, second = (rows - center for center in centers.float())
+        is_second = _energy(second) < _energy(first)
+        rows = torch.where(is_second, second, first)
+    energy = _energy(rows)
+    spread = STEPS[bits] * (energy / rows.shape[-1]).sqrt()
+    step = torch.minimum(spread, rows.abs().amax(-1, keepdim=True).double() / middle).float()
+    codes = torch.where(step > 0, rows / step + middle, 0.0).round().clamp(0, 2**bits - 1)
+    along = (rows.double() * (codes - middle).double()).sum(-1, keepdim=True)
+    scale = torch.where(step == 0, 0.0, energy / along).float()
+    is_number = step.isfinite()
+    return torch.where(is_number, codes, 0.0), torch.where(is_number, scale, torch.nan), is_second
+
+
+def _empty_codes(rows: Tensor, _: Tensor | None, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    made = rows.new_empty(rows.shape, dtype=torch.float32)
+    scale = made.new_empty(*rows.shape[:-1], 1)
+    return made, scale, scale.new_empty(scale.shape, dtype=torch.bool)
+
+
+# An op, so that torch.compile leaves it as it is: of these reductions Inductor makes one Triton kernel, which writes
+# rows and reads them again, and Triton 3.6 gave both other threads, without a barrier between them
+# (github.com/triton-lang/triton/issues/10924). Now and then codes were those of whatever memory held before.
+_find_codes = register(
+    "find_codes(Tensor rows, Tensor? centers, int bits) -> (Tensor, Tensor, Tensor)", _found_codes, _empty_codes
+)
 
 
 def _energy(rows: Tensor) -> Tensor:
