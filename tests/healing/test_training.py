@@ -10,8 +10,9 @@ from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.fit.repeatable import deterministic
 from mha2mla.healing import training
 from mha2mla.healing.settings import PRESETS, Settings
-from mha2mla.healing.student import load_models
+from mha2mla.healing.student import load_models, prepare_models
 from mha2mla.healing.training import Distillation, last_checkpoint, passes, tokens_in, warm_up
+from mha2mla.trial_models import converted_config, random_model, source_config
 from tests.conversion import tiny
 from tests.healing.conftest import LATENT
 from tests.ops import Calls
@@ -151,6 +152,29 @@ def test_training_runs_what_warm_up_compiled(models):
     with deterministic(warn_only=True):
         distillation.train()(blocks.tokens[:2], torch.full((2,), 32))["loss"].backward()
     assert graphs and torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.gpu
+def test_compiled_codes_are_those_of_their_rows():
+    """At the size of a real pass, where kernels loop over rows; memory that a kernel has not written holds NaN."""
+    source = source_config("smollm2-135m", num_hidden_layers=2)
+    config = converted_config(source, layout="latent", cache_ratio=0.5)
+    config.latent_bits, place = 3, torch.device("cuda")
+    teacher, student = (random_model(each, "cuda", torch.float32) for each in (source, config))
+    settings = Settings.of("standard", tokens=2**16, train="all")
+    models = prepare_models(teacher.requires_grad_(False), student, place, settings)
+    torch.compiler.reset()
+    distillation = Distillation(models, torch.bfloat16, compiled=True)
+    ids, lengths = torch.randint(100, 49000, (4, 8192), device=place), torch.full((4,), 1024)
+    with torch.no_grad():
+        expected = distillation.eval()(ids, lengths)["loss"]
+    for _ in range(8):
+        distillation.zero_grad()
+        torch.cuda.empty_cache()
+        torch.full((2**31,), torch.nan, device=place)  # and freed
+        found = distillation.train()(ids, lengths)["loss"]
+        found.backward()
+        torch.testing.assert_close(found, expected, rtol=0.05, atol=0)
 
 
 def test_a_step_runs_few_ops_and_fills_no_memory(models):

@@ -112,3 +112,19 @@ def test_what_is_not_finite_stays_in_its_row(wrong):
 def test_bad_settings_are_refused_by_name(bits):
     with pytest.raises(ValueError, match=f"bits is {bits}; expected 1 to 8"):
         RowQuantizer(bits)
+
+
+def test_torch_compile_makes_no_kernel_of_the_search():
+    """Its reductions in one kernel read rows that other threads had written."""
+    graphs, quantizer = [], RowQuantizer(3)
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return graph
+
+    rows, centers = torch.randn(2, 5, 64), torch.randn(2, 64)
+    torch.compiler.reset()
+    rounded = torch.compile(quantizer.round, backend=keep, fullgraph=True)(rows, centers)
+    assert torch.equal(rounded, quantizer.round(rows, centers))
+    names = [str(node.target) for graph in graphs for node in graph.graph.nodes]
+    assert [name for name in names if "find_codes" in name] == ["mha2mla.find_codes"] and "sum" not in names
