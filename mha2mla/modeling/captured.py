@@ -218,17 +218,17 @@ class DecodeGraphs:
         inputs = (input_ids, position_ids, attention_mask)
         if not self._fits(cache, *inputs, logits_to_keep):
             return None
-        if self._is_stale(cache):
-            self._pages, self._graphs, self._seen = cache.sharing_pages(static=True), {}, set()
-            self._owner, self._weights = weakref.ref(cache), fingerprint(model)
-            self._parameters = [weakref.ref(parameter) for parameter in model.parameters()]
-            self._addresses = self._where_weights_are()
         source = model.model.config
         key = (
             (input_ids.shape, logits_to_keep, attention_mask is not None, cache.padding_is_left),
             (model.config.attention_backend, source.num_hidden_layers),
             getattr(source, "_experts_implementation", None),  # generate changes it for some of its steps
         )
+        if self._is_stale(cache, key):
+            self._pages, self._graphs, self._seen = cache.sharing_pages(static=True), {}, set()
+            self._owner, self._weights = weakref.ref(cache), fingerprint(model)
+            self._parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+            self._addresses = self._where_weights_are()
         if key not in self._seen:
             self._seen.add(key)
             return None
@@ -241,17 +241,23 @@ class DecodeGraphs:
         step.replay()
         for layer in cache.layers:
             layer.count(input_ids.shape[1])
+        if self._where_weights_are() != self._addresses:  # asked while the device works; moved since the step before
+            cache.crop(-input_ids.shape[1])
+            self._pages = None
+            return None
         return step.logits.clone()
 
-    def _is_stale(self, cache: LatentCache) -> bool:
+    def _is_stale(self, cache: LatentCache, key: tuple) -> bool:
         """True where pages or weights lie elsewhere by now. Also between the steps of a call: the first ones may put
-        weights into one storage (``decoder.py``)."""
+        weights into one storage (``decoder.py``). Before a replay the first and the last weight stand for all, which
+        are looked at behind it."""
         if self._pages is None or self._pages.layers[0].cache_seqlens is not cache.layers[0].cache_seqlens:
             return True
-        return self._where_weights_are() != self._addresses
+        every = max(1, len(self._parameters) - 1) if key in self._graphs else 1
+        return self._where_weights_are(every) != self._addresses[::every]
 
-    def _where_weights_are(self) -> list[int]:
-        weights = [weight() for weight in self._parameters]
+    def _where_weights_are(self, every: int = 1) -> list[int]:
+        weights = [weight() for weight in self._parameters[::every]]
         return [0 if weight is None else weight.data_ptr() for weight in weights]
 
     def _fits(

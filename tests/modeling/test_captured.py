@@ -262,6 +262,36 @@ def test_other_weights(change, recorded):
     assert not torch.equal(out.sequences, before)
 
 
+class Moving(StoppingCriteria):
+    """Ends nothing; negates a weight, elsewhere in memory, when sequences have so many tokens."""
+
+    def __init__(self, weight, tokens):
+        self.weight, self.tokens = weight, tokens
+
+    def __call__(self, input_ids, scores, **_):
+        if input_ids.shape[1] == self.tokens:
+            self.weight.data = -self.weight.data
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"])
+def test_other_weights_between_two_steps(name, recorded):
+    """The first weight is looked at before a replay, that of a layer behind it, when the step has to be done again."""
+    found, inputs = [], padded(9, 4)
+    for capture in (True, False):
+        torch.manual_seed(0)
+        model = captured_model(num_hidden_layers=3)
+        criteria = [Moving(model.get_parameter(name), inputs["input_ids"].shape[1] + 7)]
+        out = generate(model, inputs, capture=capture, stopping_criteria=criteria, output_logits=True)
+        found.append(torch.stack(out.logits))
+        assert len(recorded) == 2  # before it and after
+    torch.testing.assert_close(*found)
+    torch.manual_seed(0)
+    same = torch.stack(generate(captured_model(num_hidden_layers=3), inputs, output_logits=True).logits)
+    torch.testing.assert_close(found[0][:7], same[:7])
+    assert not torch.allclose(found[0][7], same[7])
+
+
 def test_a_model_takes_what_it_keeps_with_it():
     """Without a garbage collection."""
     model, inputs = captured_model(**LARGE), padded(9, 4)
