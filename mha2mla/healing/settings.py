@@ -76,10 +76,10 @@ class Settings:
     tokens_at_once: int
     tokens: int | None = None
     train: Trained = "attention"
-    rate: float = 3e-5
+    rate: float = 2e-5
     latent_rate: float | None = None
     lora_rank: int = 16
-    long_share: float = 0.2
+    long_share: float = 0.4
     own_share: float = 0.0
     checkpointing: When = "auto"
     compile: When = "auto"
