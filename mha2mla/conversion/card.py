@@ -78,7 +78,7 @@ The same numbers, and more, are in `{record}`.
 
 {geometry_table}
 
-{ranks}{num_layers} layers. Decode: {decode_backend}; elsewhere the reference.
+{ranks}{num_layers} layers. Decode: {decode_backend}; elsewhere the reference.{prompts}
 {rotary}
 ## Recipe
 
@@ -147,6 +147,7 @@ def model_card(
             "layer_table": layers,
             "geometry_table": geometry,
             "ranks": f"{' and '.join(several)} differ by layer: see the table of layers.\n\n" if several else "",
+            "prompts": f" Prompts: {report['prompt_note']}." if report["prompt_note"] else "",
             "rotary": f"Rotary positions: {report['rope_note']}.\n" if report["rope_note"] else "",
             "peak_gib": report["peak_rss_bytes"] / 2**30,
         }

@@ -28,6 +28,8 @@ from mha2mla.pipeline.check import Arguments, HeldOut
 from mha2mla.pipeline.sizing import DEFAULT_GPU, GPUS, footprint, steps_by_rotary_width
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from mha2mla.modeling import LayerAttention
     from mha2mla.modeling.config import MHA2MLAConfig
 
@@ -67,6 +69,7 @@ class ConversionReport:
         decode_backend: what will serve decoding on CUDA, by layers where they differ, and why it is no kernel.
         resumed_layers: how many of the layers an interrupted run had left.
         step_note: predicted decode step by rotary width, where rotary keys are computed from the latent.
+        prompt_note: what a prompt costs more than in the source; empty where it is less than a twentieth.
         seconds: of the phases of this run (``prepare`` has the calibration text and the searches), and in total.
         peak_rss_bytes: largest resident memory of this process so far.
         parameters, source_parameters: of the two models; tied ones count once.
@@ -112,6 +115,7 @@ class ConversionReport:
     long_parity: ParityReport | None = None
     rope_note: str = ""
     step_note: str = ""
+    prompt_note: str = ""
     resumed_layers: int = 0
     peak_rss_bytes: int = field(default_factory=_peak_rss_bytes)
     mha2mla_version: str = field(default_factory=lambda: installed_version() or "(not installed)")
@@ -156,6 +160,7 @@ class ConversionReport:
             "written to": f"{self.destination} in {self.seconds['total']:.0f} s, peak memory"
             f" {self.peak_rss_bytes / 2**30:.2f} GiB, by preset {self.preset}",
             **({"decode step": self.step_note} if self.step_note else {}),
+            **({"prompts": self.prompt_note} if self.prompt_note else {}),
             **({"not fitted": ". ".join(fallbacks)} if fallbacks else {}),
             "load with": f'model, tokenizer = mha2mla.load("{self.destination}")',
             "better": self.better,
@@ -239,6 +244,15 @@ def note_on_steps(config: MHA2MLAConfig, geometry: MLAGeometry, spec: SourceSpec
     steps = steps_by_rotary_width(model, geometry, spec, gpu, batch, context)
     said = [f"{1e3 * step:.3g} ms with d_r {width}" for width, step in steps.items()]
     return f"{', '.join(said)}, computed, {batch} x {context:,} tokens, predicted for {gpu.name}" if said else ""
+
+
+def note_on_prompts(source: PreTrainedConfig, config: MHA2MLAConfig, geometry: MLAGeometry, spec: SourceSpec) -> str:
+    """Products of a long prompt beside the source's, whose keys are narrower; empty where they are less than a
+    twentieth more."""
+    length = min(NOTED_STEP[1], source.max_position_embeddings)
+    before, after = footprint(source, None, spec), footprint(config, geometry, spec)
+    ratio = after.prompt_flops(length) / before.prompt_flops(length)
+    return f"{ratio:.2f} x the source's FLOP for one of {length:,} tokens" if ratio >= 1.05 else ""
 
 
 def write_report(arguments: Arguments, device: torch.device, folder: Path, report: ConversionReport, made: str) -> None:

@@ -39,7 +39,14 @@ from mha2mla.pipeline.check import (
 )
 from mha2mla.pipeline.prepare import layer_inputs, open_work, prepare
 from mha2mla.pipeline.relayout import change_layout
-from mha2mla.pipeline.report import ConversionReport, make_report, note_on_steps, serving_on_cuda, write_report
+from mha2mla.pipeline.report import (
+    ConversionReport,
+    make_report,
+    note_on_prompts,
+    note_on_steps,
+    serving_on_cuda,
+    write_report,
+)
 from mha2mla.pipeline.verify import ParityError, verify
 from mha2mla.pipeline.write import convert_layers, write_config, write_weights
 from mha2mla.terminal import split, whole_bar
@@ -183,6 +190,7 @@ def _run(plan: Plan, started: float, seconds: dict[str, float]) -> ConversionRep
                 calibration_tokens=0 if windows is None else windows.tokens.numel(),
                 rope_note=plan.spec.rope_note,
                 step_note=note_on_steps(config, prepared.geometry, plan.spec),
+                prompt_note=note_on_prompts(opened.config, config, prepared.geometry, plan.spec),
                 resumed_layers=resumed,
                 seconds=seconds,
                 source_sha256={name: each.sha256 for name, each in weights.items()},

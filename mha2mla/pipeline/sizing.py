@@ -152,7 +152,7 @@ class Footprint:
         expert_share: of the routed experts that a token goes to.
         token_bytes: cache of a token and layer.
         attention: FLOP of a query token per cached token and layer. keys: FLOP per cached token and layer that make its
-            rotary key.
+            rotary key. pair: FLOP of a prompt's token per token that it sees and layer.
         windows: of each layer, visible tokens; None: all. keeps_all: the cache keeps tokens outside of the window.
     """
 
@@ -165,6 +165,7 @@ class Footprint:
     token_bytes: int
     attention: int
     keys: int
+    pair: int
     windows: tuple[int | None, ...]
     keeps_all: bool
 
@@ -200,6 +201,13 @@ class Footprint:
         reading = max(tokens * self.token_bytes / gpu.read_rate, tokens * self.attention / gpu.product_rate)
         return reading + tokens * self.keys / gpu.product_rate
 
+    def prompt_flops(self, length: int) -> float:
+        """FLOP of the layers for a prompt: of weights, of which routed experts in part, and of attention."""
+        idle = (1 - self.expert_share) * self.experts / ITEMSIZE
+        weights = 2 * length * (self.layer_parameters * len(self.windows) - idle)
+        seen = [length if window is None else min(length, window) for window in self.windows]
+        return weights + self.pair * sum(most * length - most * (most - 1) / 2 for most in seen)
+
     def room(self, gpu: GPU) -> float:
         return MEMORY_SHARE * gpu.memory - self.weights
 
@@ -224,6 +232,7 @@ def footprint(config: PreTrainedConfig, geometry: MLAGeometry | None, spec: Sour
     from transformers import AutoModelForCausalLM
 
     import mha2mla.modeling  # noqa: F401  registers model_type "mha2mla"
+    from mha2mla.kernels.mixed_attention.layout import form_costs
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -238,10 +247,12 @@ def footprint(config: PreTrainedConfig, geometry: MLAGeometry | None, spec: Sour
     if geometry is None:
         token = ITEMSIZE * 2 * -(-spec.num_key_value_heads // tp) * spec.head_dim
         attention, keys = 4 * spec.num_attention_heads // tp * spec.head_dim, 0
+        pair = attention
     else:
         token = geometry.cache_bytes_per_token(ITEMSIZE)
         keys = 0 if geometry.has_rope_cache else 2 * geometry.kv_lora_rank * geometry.qk_rope_head_dim
         attention = geometry.decode_flops_per_token() - keys
+        pair = form_costs(geometry)["expanded"].pair
     layers = sum(size for name, size in sizes.items() if ".layers." in name)
     return Footprint(
         parameters=sum(sizes.values()) // ITEMSIZE,
@@ -253,6 +264,7 @@ def footprint(config: PreTrainedConfig, geometry: MLAGeometry | None, spec: Sour
         token_bytes=token,
         attention=attention,
         keys=keys,
+        pair=pair,
         windows=spec.sliding_windows,
         keeps_all=geometry is not None,
     )

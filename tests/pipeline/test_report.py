@@ -13,8 +13,8 @@ import mha2mla
 from mha2mla.conversion.families import adapter_for
 from mha2mla.eval.inspection import inspect_checkpoint
 from mha2mla.eval.report import format_value
-from mha2mla.pipeline.report import note_on_steps
-from mha2mla.pipeline.sizing import DEFAULT_GPU, GPUS
+from mha2mla.pipeline.report import note_on_prompts, note_on_steps
+from mha2mla.pipeline.sizing import DEFAULT_GPU, GPUS, footprint
 from mha2mla.trial_models import converted_config, source_config
 from tests.conversion import tiny
 from tests.conversion.tiny import SHORT, convert
@@ -73,6 +73,23 @@ def test_layers_that_were_not_fitted_are_named(source, tmp_path, capsys):
     assert f"layer 1: {said}" in capsys.readouterr().err
     assert f"layer 1: {said}" in str(report) and said in report._repr_html_()
     assert "not fitted" not in convert(source, tmp_path / "good").lines()
+
+
+def test_closing_lines_and_card_say_what_prompts_cost(source, tmp_path):
+    """Of keys that are wider than the source's; nothing where they are not."""
+    report = convert(source, tmp_path / "out", {**SHORT, "layout": "latent"})
+    opened = AutoConfig.from_pretrained(source)
+    spec = adapter_for(opened.to_dict()).specify(opened)
+    config = AutoConfig.from_pretrained(tmp_path / "out")
+    before, after = footprint(opened, None, spec), footprint(config, config.layer_geometry(0), spec)
+    ratio = after.prompt_flops(256) / before.prompt_flops(256)
+    said = f"{ratio:.2f} x the source's FLOP for one of 256 tokens"
+    assert ratio > 1.05 and report.lines()["prompts"] == said
+    assert f"Prompts: {said}." in (tmp_path / "out" / "README.md").read_text()
+    shared = source_config("llama-3-8b", max_position_embeddings=512)
+    other = converted_config(shared, layout="shared", kv_lora_rank=960, qk_rope_head_dim=64)
+    spec = adapter_for(shared.to_dict()).specify(shared)
+    assert note_on_prompts(shared, other, other.layer_geometry(0), spec) == ""
 
 
 def test_the_card_shows_the_loss_by_layer(source, tmp_path, monkeypatch, capsys):

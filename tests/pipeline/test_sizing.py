@@ -5,6 +5,8 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from mha2mla.conversion.families import adapter_for
 from mha2mla.geometry import coded_width
@@ -25,7 +27,7 @@ from mha2mla.pipeline.sizing import (
     mean_bits,
     recognize_gpu,
 )
-from mha2mla.trial_models import converted_config, source_config
+from mha2mla.trial_models import converted_config, random_model, source_config
 
 ROOT = Path(__file__).parents[2]
 H200 = GPUS["h200-141gb"]
@@ -77,7 +79,7 @@ def test_attention_times_lie_within_the_stated_factor():
     for row in rows("h200-latent-table", "h200-latent-wide"):
         rank, rope, heads = row["d_c"], row["d_r"], row["H"]
         products, keys = 2 * heads * (2 * rank + rope), 2 * rank * rope
-        layer = Footprint(0, 0, 0, 0, 0, 0.0, 2 * rank, products, keys, (None,), True)
+        layer = Footprint(0, 0, 0, 0, 0, 0.0, 2 * rank, products, keys, 0, (None,), True)
         if row["S_q"] == 1:
             tokens = round(row["MB"] * 1e6 / (2 * rank))
             factor = row["us"] / 1e6 / layer.attention_seconds(H200, 1, tokens)
@@ -93,7 +95,7 @@ def test_times_over_codes_lie_within_the_stated_factor_of_16_bits():
         if row["status"] == "ok" and row["S_q"] == 1:
             heads, rank, rope = row["H"], row["d_c"], row["d_r"]
             products, keys = 2 * heads * (2 * rank + rope), 2 * rank * rope
-            layer = Footprint(0, 0, 0, 0, 0, 0.0, 2 * rank, products, keys, (None,), True)
+            layer = Footprint(0, 0, 0, 0, 0, 0.0, 2 * rank, products, keys, 0, (None,), True)
             predicted = layer.attention_seconds(H200, row["B"], row["longest"])
             factors.append(row["codes_computed_us"] / 1e6 / predicted)
     assert len(factors) == 12 and extremes(factors) == CODES_OVER_PREDICTED
@@ -186,15 +188,42 @@ def test_losses_of_codes_are_those_on_record():
 
 
 def test_routed_experts_are_read_as_tokens_reach_them():
-    model = Footprint(0, 0, 0, 0, 8 * 10**9, 0.25, 0, 0, 0, (), True)
+    model = Footprint(0, 0, 0, 0, 8 * 10**9, 0.25, 0, 0, 0, 0, (), True)
     one, many = (model.step_seconds(H200, batch, 0) * H200.read_rate for batch in (1, 100))
     assert one == pytest.approx(2e9) and many == pytest.approx(8e9)
 
 
 def test_footprint_counts_windows():
-    windowed = Footprint(0, 0, 0, 0, 0, 0.0, 2, 0, 0, (None, 128), False)
+    windowed = Footprint(0, 0, 0, 0, 0, 0.0, 2, 0, 0, 0, (None, 128), False)
     assert windowed.cache_bytes(1000) == 2 * (1024 + 128)
     assert windowed.attention_seconds(H200, 3, 1000) * H200.read_rate == pytest.approx(3 * 2 * (1000 + 128))
+
+
+@pytest.mark.parametrize("layout", [None, *LAYOUTS.values()], ids=["source", *LAYOUTS])
+def test_a_prompt_takes_the_flop_that_torch_counts(layout):
+    """torch counts all pairs of a query and a key; half of them are masked."""
+    source = source_config("tiny", num_hidden_layers=3)
+    spec, made, geometry, length = adapter_for(source.to_dict()).specify(source), source, None, 48
+    if layout is not None:
+        kind, rope = layout[1], 16
+        made = converted_config(source, layout=kind, kv_lora_rank=32, qk_rope_head_dim=rope)
+        geometry = made.layer_geometry(0)
+    model = random_model(made, "cpu", torch.float32)
+    model.set_attn_implementation("eager")  # of which all products are counted
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        model.base_model(torch.arange(length)[None], use_cache=False)
+    size = footprint(made, geometry, spec)
+    masked = size.pair * 3 * length * (length - 1) / 2
+    assert counted.get_total_flops() == pytest.approx(size.prompt_flops(length) + masked, rel=0.03)
+    one = size.prompt_flops(1)
+    assert size.prompt_flops(2) == pytest.approx(2 * one + 3 * size.pair)
+
+
+def test_prompts_of_experts_and_windows():
+    experts = Footprint(0, 10.0, 0, 0, 2 * 12, 0.25, 0, 0, 0, 0, (None, None), True)
+    assert experts.prompt_flops(5) == 2 * 5 * (20 - 9)
+    windowed = Footprint(0, 0, 0, 0, 0, 0.0, 0, 0, 0, 1, (None, 2), True)
+    assert windowed.prompt_flops(4) == 10 + 7
 
 
 def test_decode_kernel_follows_the_gpu():
