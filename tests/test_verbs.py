@@ -18,7 +18,7 @@ def test_convert_inspect_and_evaluate(tiny_source, tmp_path, capsys):
     assert "preset: quick, chosen by auto" in shown.err
     # Lines, where three screens of tables were: the ratio at two lengths, cache, weights, where, how to load, better.
     names = [line.partition(":")[0] for line in shown.out.splitlines()]
-    assert names == ["perplexity", "cache", "weights", "written to", "load with", "better"]
+    assert names == ["perplexity", "cache", "weights", "written to", "prompts", "load with", "better"]
     assert f'mha2mla.load("{destination}")' in shown.out and re.search(r"\d bits|bits \d", shown.out)
     assert 0.3 < float(re.search(r"([\d.]+) of the source's", shown.out)[1]) <= 0.5
     assert json.loads(record.read_text()) == json.loads((destination / "conversion.json").read_text())

@@ -33,7 +33,8 @@ def test_blocks_of_a_pass_have_one_length():
 
 @pytest.mark.parametrize(("compiled", "passes"), [(True, 3), (False, 1)], ids=["after a first pass", "plain, once"])
 def test_minutes_become_tokens_by_the_clock(compiled, passes, folders, monkeypatch):
-    settings = Settings.of("quick", minutes=2.0, length=32, long_length=64, batch_tokens=64, tokens_at_once=64)
+    windows = {"length": 32, "long_length": 64, "long_share": 0.2}
+    settings = Settings.of("quick", minutes=2.0, **windows, batch_tokens=64, tokens_at_once=64)
     distillation = Distillation(load_models(*folders, torch.device("cpu"), settings), None)
     distillation.compiled = compiled
     clock = iter([10.0, 16.0, 20.0, 32.0])  # the passes of 64 tokens in six seconds, of long windows in twelve

@@ -100,6 +100,7 @@ def appended():
 
 def coded():
     quantizer, latent, centers = RowQuantizer(4), torch.randn(11, 64), torch.randn(2, 64)
+    quantizer.round(torch.randn(64, 11).T), quantizer.round(latent.double()[:, 32:])
     cache = torch.zeros(PAGES, PAGE, quantizer.bytes_per_row(64), dtype=torch.uint8)
     append_codes(latent, cache, torch.arange(11).int(), quantizer, centers)
     read_codes(cache, torch.arange(4).int().view(2, 2), 64, quantizer, centers, torch.float32)
@@ -131,6 +132,8 @@ def test_calls_are_what_schema_and_fake_say(name):
     for op, arguments in made_by(name):
         if "append" in op.name():  # torch compares no e4m3 numbers on a CPU
             arguments = [x.view(torch.uint8) if getattr(x, "dtype", None) == E4M3 else x for x in arguments]
+        if "find_codes" in op.name():  # rows of NaN are coded as NaN, which is compared as different
+            arguments = [x.nan_to_num() if isinstance(x, torch.Tensor) else x for x in arguments]
         compared = all(getattr(x, "dtype", None) != E4M3 for x in arguments)
         some = {} if compared else {"test_utils": ("test_faketensor", "test_autograd_registration")}
         torch.library.opcheck(op, arguments, **some)

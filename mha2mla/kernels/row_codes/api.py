@@ -103,7 +103,7 @@ class RowQuantizer:
 def _found_codes(rows: Tensor, centers: Tensor | None, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes [..., width], float32, of rows [..., width]; scales [..., 1], float32; and which are coded from the second
     center [..., 1]. Products are exact in float64, so that their sums do not depend on the order."""
-    rows, middle = rows.float(), RowQuantizer(bits).middle
+    rows, middle = rows.float().contiguous(), RowQuantizer(bits).middle  # the layout that is promised
     is_second = torch.zeros_like(rows[..., :1], dtype=torch.bool)
     if centers is not None:
         first, second = (rows - center for center in centers.float())
