@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -86,6 +87,8 @@ class HealingReport:
     def lines(self) -> dict[str, str]:
         """Summary: perplexity before and after, held-out loss, what was trained on what, speed, destination."""
         trained, text = self.trained, self.text
+        logged = [(row["kl"], row["step"]) for row in trained.curve if "kl" in row]
+        (largest, at), usual = max(logged), median(kl for kl, _ in logged)  # one that stands out is worth a look
         limit = "" if self.flop_share is None else f", {self.flop_share:.1%} of the GPU's FLOP/s"
         return {
             "perplexity": "; ".join(
@@ -94,7 +97,8 @@ class HealingReport:
                 for row in self.rows
             ),
             "held-out KL": f"{trained.held_out_before:.4g} -> {trained.held_out_last:.4g}, best"
-            f" {trained.held_out_best:.4g} after step {trained.best_step}; step {trained.kept_step} is kept",
+            f" {trained.held_out_best:.4g} after step {trained.best_step}; step {trained.kept_step} is kept; of"
+            f" training {usual:.4g} in the median, at most {largest:.4g} at step {at}",
             "trained": f"{_WHAT[self.settings.train]}, {self.trained_parameters:,} of {self.parameters:,} parameters;"
             f" {trained.tokens:,} tokens in {trained.steps:,} steps, {trained.passes:.2f} passes over"
             f" {text['unique_tokens']:,} of {text['name']}",

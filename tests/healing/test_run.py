@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 
@@ -60,6 +61,10 @@ def test_loss_falls_and_attention_alone_changes(folders, tmp_path):
     assert [files(folder) for folder in folders] == before
     assert report.trained.held_out_best < 0.9 * report.trained.held_out_before
     assert (report.trained.steps, report.trained.tokens, report.trained.kept_step > 0) == (50, 6400, True)
+    losses = {row["step"]: row["kl"] for row in report.trained.curve if "kl" in row}
+    largest = max(losses, key=losses.get)
+    said = f"of training {statistics.median(losses.values()):.4g} in the median, at most {losses[largest]:.4g} at step"
+    assert len(losses) == 50 and report.lines()["held-out KL"].endswith(f"{said} {largest}")
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", folders[1]))
     assert ours.keys() == theirs.keys()
     same = {name for name in ours if torch.equal(ours[name], theirs[name])}
