@@ -62,7 +62,9 @@ def loss_and_bytes() -> Picture:
         Curve("healed, codes", healed(), "other", "points"),
     ]
     panel = Panel("", SHARE, RATIO, curves, ("log2", "ratio"), labels="left")
-    note = f"{SMOLLM2} Windows of 512 tokens. Bits by layer: 2, 3, 4 or 8; healed: 1,000 steps a layer, then 20M tokens."
+    note = (
+        f"{SMOLLM2} Windows of 512 tokens. Bits by layer: 2, 3, 4 or 8; healed: 1,000 steps a layer, then 20M tokens."
+    )
     return Picture("Loss by size of the KV cache: lower is better", [panel], 1, note)
 
 

@@ -283,7 +283,7 @@ def speed(arguments: Annotated[SpeedSettings, Parameter(name="*")] = SpeedSettin
     table = Recording("vllm-speed", arguments.json)
     room = WARM_UP + arguments.steps + ROOM
     positions = max(arguments.contexts) + room
-    config, folder = _weightless(arguments.shape, arguments.layout, arguments.layers, positions)
+    config, folder, cached = _weightless(arguments.shape, arguments.layout, arguments.layers, positions)
     options: dict[str, Any] = {
         **arguments.options(),
         "max_model_len": positions,
@@ -295,11 +295,9 @@ def speed(arguments: Annotated[SpeedSettings, Parameter(name="*")] = SpeedSettin
             "kv_connector_extra_config": {"fill_mean": 0.0, "fill_std": 0.5},
         },
     }
-    if arguments.layout == "source-fp8":
-        options["kv_cache_dtype"] = "fp8"
     compilation: dict[str, Any] = {} if arguments.compile else {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     begin = time.time()
-    llm = engine(folder, compilation=compilation, load_format="dummy", **options)
+    llm = engine(folder, compilation=compilation, **cached, **options)
     cache = llm.llm_engine.vllm_config.cache_config
     common = {
         "shape": arguments.shape, "layers": config.num_hidden_layers, "layout": arguments.layout,
@@ -315,8 +313,9 @@ def speed(arguments: Annotated[SpeedSettings, Parameter(name="*")] = SpeedSettin
     return table.show(f"vLLM {table.environment['vllm']}, speed")
 
 
-def _weightless(shape: str, layout: str, layers: int | None, positions: int) -> tuple[Any, str]:
-    """Config of a shape in a layout, or of its source, and a folder with it, for weights that the engine draws."""
+def _weightless(shape: str, layout: str, layers: int | None, positions: int) -> tuple[Any, str, dict[str, str]]:
+    """Config of a shape in a layout, or of its source, a folder with it, and the options of an engine that draws the
+    weights and caches as the layout says."""
     is_source = layout in ("source", "source-fp8")
     config = random_config(shape, "latent" if is_source else layout, layers, positions)
     if is_source:
@@ -324,7 +323,7 @@ def _weightless(shape: str, layout: str, layers: int | None, positions: int) -> 
         config.architectures, config.dtype = ["LlamaForCausalLM"], torch.bfloat16
     folder = tempfile.mkdtemp()
     config.save_pretrained(folder)
-    return config, folder
+    return config, folder, {"load_format": "dummy", **({"kv_cache_dtype": "fp8"} if layout == "source-fp8" else {})}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,10 +355,8 @@ def requests(
     table = Recording("vllm-end-to-end", arguments.json)
     for layout in layouts:
         positions = arguments.tokens_in + arguments.tokens_out
-        config, folder = _weightless(arguments.shape, layout, arguments.layers, positions)
-        options = {"max_model_len": positions, "max_num_seqs": arguments.sequences, "load_format": "dummy"}
-        if layout == "source-fp8":
-            options["kv_cache_dtype"] = "fp8"
+        config, folder, cached = _weightless(arguments.shape, layout, arguments.layers, positions)
+        options = {"max_model_len": positions, "max_num_seqs": arguments.sequences, **cached}
         begin = time.time()
         llm = engine(folder, enable_prefix_caching=False, **arguments.options(), **options)
         cache = llm.llm_engine.vllm_config.cache_config

@@ -308,7 +308,7 @@ class DecodeGraphs:
     def new_cache(self, rows: int, room: int, weights: tuple, config: MHA2MLAConfig) -> LatentCache | None:
         """An empty cache over the pages, if the one before is unused and fits."""
         pages = self._pages
-        if self._owner() is not None or weights != self._weights:
+        if pages is None or self._owner() is not None or weights != self._weights:
             return None
         first = pages.layers[0]
         if first.batch_size != rows or pages.capacity < room or first.backend_name != config.attention_backend:

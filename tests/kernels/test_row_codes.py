@@ -115,7 +115,7 @@ def test_bad_settings_are_refused_by_name(bits):
 
 
 def test_torch_compile_makes_no_kernel_of_the_search():
-    """Its reductions in one kernel read rows that other threads had written."""
+    """In one kernel its reductions read rows before other threads had written them."""
     graphs, quantizer = [], RowQuantizer(3)
 
     def keep(graph, _):

@@ -292,6 +292,17 @@ def test_other_weights_between_two_steps(name, recorded):
     assert not torch.allclose(found[0][7], same[7])
 
 
+def test_a_weight_that_comes_back_after_the_last_step(recorded):
+    """The step that found it elsewhere dropped the pages, and no step behind it made new ones."""
+    model, inputs = captured_model(num_hidden_layers=3, **LARGE), padded(9, 4)
+    weight = model.get_parameter("model.layers.1.mlp.down_proj.weight")
+    own, last = weight.data, inputs["input_ids"].shape[1] + 13
+    generate(model, inputs, stopping_criteria=[Moving(weight, last)])
+    weight.data = own
+    again = generate(model, inputs)
+    assert torch.equal(again.sequences, generate(model, inputs, capture=False).sequences) and len(recorded) == 2
+
+
 def test_a_model_takes_what_it_keeps_with_it():
     """Without a garbage collection."""
     model, inputs = captured_model(**LARGE), padded(9, 4)

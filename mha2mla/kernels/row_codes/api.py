@@ -126,8 +126,8 @@ def _empty_codes(rows: Tensor, _: Tensor | None, bits: int) -> tuple[Tensor, Ten
 
 
 # An op, so that torch.compile leaves it as it is: of these reductions Inductor makes one Triton kernel, which writes
-# rows and reads them again, and Triton 3.6 gave both other threads, without a barrier between them
-# (github.com/triton-lang/triton/issues/10924). Now and then codes were those of whatever memory held before.
+# rows and reads them again. Triton 3.6 lets other threads read than wrote, without a barrier between them
+# (github.com/triton-lang/triton/issues/10924): now and then codes were those of what the memory had held before.
 _find_codes = register(
     "find_codes(Tensor rows, Tensor? centers, int bits) -> (Tensor, Tensor, Tensor)", _found_codes, _empty_codes
 )
