@@ -57,7 +57,8 @@ def eval_quality(
             bits of a code, joined by commas, such as 8,4,3.
         rotary_key_cache: also measure the converted model over rotary keys that its cache keeps, and their KL to
             computed ones: modes joined by commas, such as bfloat16,int8.
-        probes: also ask what needs far context: keys, variable tracking, arithmetic, a span that occurs again.
+        probes: also ask what needs far context: keys, variable tracking, arithmetic, a span that occurs again; of every
+            cache that is compared, each in as much time again.
         probe_items: questions or spans of each probe at each length.
         generation: also compare greedy continuations.
         dtype: the models compute in it.
