@@ -128,7 +128,8 @@ def heal(
         converted: folder or hub id of a conversion of it; never written to.
         destination: folder to write, atomically.
         preset: quick, standard or long, for 5, 15 or 480 minutes of training, with their text, windows and batches.
-        text: generated, which the source writes at temperature 1, a file, or names of texts joined by +.
+        text: generated-diverse, which the source writes at temperature 1 in many languages and formats, generated, with
+            fewer of them, a file, or names of texts joined by +.
         dtype: dtype of the written weights; default the conversion's.
         overwrite: replace a destination that is empty or converted.
         resume: auto continues from the last checkpoint of a killed run; never starts anew.

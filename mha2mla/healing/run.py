@@ -117,8 +117,9 @@ def heal(
         source, converted: folders or hub ids of a source and a conversion of it.
         destination: folder to create.
         preset: "quick", "standard" or "long", by time: 5, 15 and 480 minutes of training.
-        text: to train on: ``"generated"``, which the source writes at temperature 1, names of texts or files, or these
-            joined by ``+``; or token windows, int64 [windows, length], one tensor for each length.
+        text: to train on: ``"generated-diverse"`` or ``"generated"``, which the source writes at temperature 1, names
+            of texts or files, or these joined by ``+``; or token windows, int64 [windows, length], one tensor for each
+            length.
         token_weights: [windows, length] beside one tensor of windows: weights of the tokens' losses, 0 masks one; only
             their ratios count.
         device: default CUDA where there is one; of several GPUs the first that is visible.

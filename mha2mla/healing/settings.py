@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from mha2mla.checkpoints import did_you_mean
-from mha2mla.conversion.calibration.texts import GENERATED
+from mha2mla.conversion.calibration.texts import DIVERSE
 
 PresetName = Literal["quick", "standard", "long"]
 Trained = Literal["attention", "lora", "all"]
@@ -158,4 +158,4 @@ class Settings:
         return self.accumulation * self.pass_tokens
 
 
-DEFAULT_TEXT = GENERATED
+DEFAULT_TEXT = DIVERSE
