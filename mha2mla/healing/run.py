@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -37,7 +38,7 @@ from mha2mla.environment import collect_environment, compute_device, device_name
 from mha2mla.files import atomic_write
 from mha2mla.healing.record import OWN_WINDOWS, HealingReport, check_pair, write_healed, write_record
 from mha2mla.healing.settings import DEFAULT_TEXT, PresetName, Settings
-from mha2mla.healing.student import Models, load_models
+from mha2mla.healing.student import Models, is_sharded, load_models
 from mha2mla.healing.text import describe_text, hold_out, source_perplexity, text_name, training_text, with_own_windows
 from mha2mla.healing.training import Distillation, last_checkpoint, tokens_in, train
 from mha2mla.modeling.families import FAMILIES
@@ -60,7 +61,9 @@ class Processes:
         if self._several:
             from accelerate import PartialState
 
-            self.is_main = PartialState(cpu=device.type == "cpu").is_main_process
+            # NCCL's ten minutes are too few: the others wait while the main process writes text and compares
+            state = PartialState(cpu=device.type == "cpu", timeout=timedelta(days=1))
+            self.is_main = state.is_main_process
 
     def share(self, make: Callable[[], T]) -> T:
         """``make()`` of the main process, in all of them; so is its error."""
@@ -131,7 +134,7 @@ def heal(
         settings: of :class:`~mha2mla.healing.settings.Settings`, such as ``minutes=15`` or ``train="lora"``.
 
     Raises:
-        ValueError: a bad setting, text or device, by name; the loss became NaN.
+        ValueError: a bad setting, text or device, or a launcher's choice for FSDP, by name; the loss became NaN.
         CheckpointError: ``converted`` is no conversion of ``source``, or either is damaged.
         DestinationError: the destination cannot be written or may not be replaced.
         ResumeError: an interrupted healing with other settings lies there.
@@ -144,7 +147,7 @@ def heal(
     if isinstance(text, str):
         check_text(text)
     opened_source, opened = _open(source, converted)
-    chosen = _settings(preset, settings, opened_source, text)
+    chosen, sharded = _settings(preset, settings, opened_source, text), is_sharded()
     weights = _weights(token_weights, text)
     for folder in (opened_source.folder, opened.folder):
         check_destination(destination, folder, overwrite=overwrite)
@@ -167,6 +170,7 @@ def heal(
             "token_weights": None if weights is None else tensor_hash(weights),
             "device": device_name(place),
             "processes": int(os.environ.get("WORLD_SIZE", "1")),
+            "fsdp": sharded,
             "versions": {name: installed_version(name) for name in ("mha2mla", "torch", "transformers", "accelerate")},
             "code": code_hash("healing", "kernels/row_codes/api.py"),
         }
@@ -174,7 +178,7 @@ def heal(
             pieces = processes.share(lambda: _open_work(work, request, resume))
             models = load_models(opened_source.folder, opened.folder, place, chosen)
             is_compiled = chosen.compile == "always" or (
-                chosen.compile == "auto" and place.type == "cuda" and not models.recomputes
+                chosen.compile == "auto" and place.type == "cuda" and not models.recomputes and not sharded
             )
             distillation = Distillation(models, torch.bfloat16 if place.type == "cuda" else None, is_compiled)
             tokens = processes.share(lambda: _budget(chosen, distillation, opened_source, pieces, progress))
@@ -212,7 +216,7 @@ def heal(
                 distillation, blocks, held_out, chosen, tokens, checkpoints,
                 going_on=newest, weights=weights, log=None if log is None else Path(log), progress=progress,
             )  # fmt: skip
-            counts = device_use(models, place, result.tokens_per_second)
+            counts = device_use(models, place, result.tokens_per_second / request["processes"])
             made = models.trained() if result.kept_step else {}
             distillation = models = None
             gc.collect()
@@ -335,7 +339,7 @@ def _budget(settings: Settings, distillation: Distillation, source: Source, piec
 
 
 def device_use(models: Models, device: torch.device, speed: float) -> dict[str, Any]:
-    """Parameters and what of the device was used, as in a :class:`HealingReport`; ``speed`` in tokens/s."""
+    """Parameters and what of the device was used, as in a :class:`HealingReport`; ``speed`` in its tokens/s."""
     sizes = {name: each.numel() for name, each in models.student.named_parameters()}
     trained = sum(each.numel() for each in models.student.parameters() if each.requires_grad)
     gpu = peak = None

@@ -58,7 +58,7 @@ class Settings:
         checkpointing: whether the backward pass recomputes activations; "auto" where hidden states have 2048 elements
             or more.
         compile: torch.compile makes the decoder layers and the loss; "auto" on CUDA where the backward pass
-            recomputes nothing.
+            recomputes nothing and FSDP shards nothing.
         evaluations: number of evaluations on held-out windows, and of checkpoints.
         keep: the weights with the smallest loss on held-out windows, or the last ones.
         seed: seed of text, order and adapters.

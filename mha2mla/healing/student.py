@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION
 from mha2mla.eval.loading import load_model
@@ -42,13 +43,41 @@ class Models:
     recomputes: bool
 
     def trained(self) -> dict[str, Tensor]:
-        """Trained weights by their names in the checkpoint, float32; adapters are merged, and no longer there."""
+        """Trained weights by their names in the checkpoint, float32; adapters are merged, and no longer there.
+
+        Under FSDP every process has to call it: each gets the full weights.
+        """
         if self.adapted is None:
-            return {name: each.detach() for name, each in self.student.named_parameters() if each.requires_grad}
+            return {name: _full(each) for name, each in self.student.named_parameters() if each.requires_grad}
         names = {name for name, _ in _adapted(self.student)}
         self.adapted.merge_and_unload()
         self.adapted = None
-        return {name: each.detach() for name, each in self.student.named_parameters() if name in names}
+        return {name: _full(each) for name, each in self.student.named_parameters() if name in names}
+
+
+def _full(parameter: Tensor) -> Tensor:
+    parameter = parameter.detach()
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def is_sharded() -> bool:
+    """Whether the launcher asks for FSDP.
+
+    Raises:
+        ValueError: it asks for version 1, for weights in the main process alone, or for wrappers that rename weights.
+    """
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true":
+        return False
+    for name, default, expected in (
+        ("FSDP_VERSION", "1", "2"),
+        ("FSDP_CPU_RAM_EFFICIENT_LOADING", "false", "false"),
+        ("FSDP_ACTIVATION_CHECKPOINTING", "false", "false"),
+    ):
+        value = os.environ.get(name, default)
+        if value.lower() != expected:
+            flag = f"accelerate launch --{name.lower()} {expected}"
+            raise ValueError(f"{name} is {value!r}; expected {expected} ({flag})")
+    return True
 
 
 def load_models(source: Path, converted: Path, device: torch.device, settings: Settings) -> Models:
@@ -78,7 +107,7 @@ def prepare_models(teacher: nn.Module, student: nn.Module, device: torch.device,
     student.requires_grad_(False).set_attn_implementation(REPEATABLE_ATTENTION)
     for name, parameter in student.named_parameters():
         parameter.requires_grad_(settings.train == "all" or (settings.train == "attention" and ATTENTION in name))
-    shared = frozenset() if os.environ.get("ACCELERATE_USE_FSDP") == "true" else _share(student, teacher)
+    shared = frozenset() if is_sharded() else _share(student, teacher)
     adapted = _adapt(student, settings) if settings.train == "lora" else None
     for parameter in student.parameters():
         if parameter.requires_grad:

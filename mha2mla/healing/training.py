@@ -54,6 +54,8 @@ class Distillation(nn.Module):
             for layer in model.base_model.layers:
                 layer.compile(**_COMPILATION)
         self.student, self._teacher, self._autocast = models.student, (models.teacher,), autocast
+        # accelerate reads here which modules FSDP shards one by one
+        self._no_split_modules = sorted({type(layer).__name__ for layer in models.student.base_model.layers})
         self.register_state_dict_post_hook(_keep_trained)
         self.register_load_state_dict_post_hook(lambda module, found: found.missing_keys.clear())
 
@@ -215,10 +217,12 @@ class _Checkpoints(TrainerCallback):
             control.should_evaluate = control.should_save = True
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        args.distributed_state.wait_for_everyone()  # each process writes files of its own
         if not state.is_world_process_zero:
             return
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        sizes = {str(path.relative_to(folder)): path.stat().st_size for path in files}
         atomic_write(folder / _COMPLETE, lambda path: path.write_text(json.dumps(sizes), encoding="utf-8"))
         kept = {folder.name, Path(state.best_model_checkpoint or folder).name}
         for other in Path(args.output_dir).glob("checkpoint-*"):
@@ -250,7 +254,7 @@ class Trained:
         passes: over the text.
         held_out_before, held_out_best, held_out_last: mean KL on the held-out windows.
         best_step: after which the loss on held-out windows was smallest; 0: before the first.
-        kept_step: whose weights the student has.
+        kept_step: whose weights are kept; 0: those before training.
         seconds: of this run, evaluations and checkpoints among them.
         tokens_per_second: of this run's steps alone.
         curve: logged losses and rates by step.
@@ -341,7 +345,7 @@ def train(
     log: Path | None = None,
     progress: bool,
 ) -> Trained:
-    """Trains the student and leaves it the weights to keep.
+    """Trains the student and leaves it the weights of ``kept_step``, unless that is 0.
 
     With the same arguments on the same machine, a run that was killed and went on ends with the weights, to the bit, of
     one that nothing disturbed.
@@ -404,7 +408,6 @@ def train(
         callbacks=[clock, *callbacks, _Bar(progress, step_tokens), _Checkpoints()],
     )
     trainer.remove_callback(PrinterCallback)
-    initial = {name: tensor.clone().cpu() for name, tensor in distillation.state_dict().items()}
     started = _now(device)
     with deterministic(warn_only=True):
         trainer.train(resume_from_checkpoint=None if going_on is None else str(going_on))
@@ -416,8 +419,6 @@ def train(
     best_step, best_loss = best["step"], best["eval_loss"]
     if before <= best_loss:  # so written that equal losses keep what was there
         best_step, best_loss = 0, before
-        if settings.keep == "best":
-            distillation.load_state_dict(initial, strict=False)
     return Trained(
         steps=steps,
         tokens=steps * step_tokens,
