@@ -90,6 +90,7 @@ class HealingReport:
         logged = [(row["kl"], row["step"]) for row in trained.curve if "kl" in row]
         (largest, at), usual = max(logged), median(kl for kl, _ in logged)  # one that stands out is worth a look
         limit = "" if self.flop_share is None else f", {self.flop_share:.1%} of the GPU's FLOP/s"
+        better = f"a rate below {self.settings.rate:g}" + ", or attention alone" * (self.settings.train == "all")
         return {
             "perplexity": "; ".join(
                 f"{row['ratio_before']:.4f} -> {row['ratio_after']:.4f} x the source's on {row['text']} in windows of"
@@ -99,6 +100,7 @@ class HealingReport:
             "held-out KL": f"{trained.held_out_before:.4g} -> {trained.held_out_last:.4g}, best"
             f" {trained.held_out_best:.4g} after step {trained.best_step}; step {trained.kept_step} is kept; of"
             f" training {usual:.4g} in the median, at most {largest:.4g} at step {at}",
+            **({"better": better} if trained.best_step == 0 else {}),
             "trained": f"{_WHAT[self.settings.train]}, {self.trained_parameters:,} of {self.parameters:,} parameters;"
             f" {trained.tokens:,} tokens in {trained.steps:,} steps, {trained.passes:.2f} passes over"
             f" {text['unique_tokens']:,} of {text['name']}",

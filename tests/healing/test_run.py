@@ -247,8 +247,10 @@ def test_a_rate_too_large_keeps_the_conversion(folders, tmp_path):
     assert report.trained.held_out_last > report.trained.held_out_before == report.trained.held_out_best
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", folders[1]))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    last = heal(folders, tmp_path / "last", rate=1.0, tokens=256, keep="last")
+    assert report.lines()["better"] == "a rate below 1"
+    last = heal(folders, tmp_path / "last", rate=1.0, tokens=256, keep="last", train="all")
     assert last.trained.kept_step == 2 and last.rows[0]["kl_after"] > last.rows[0]["kl_before"]
+    assert last.lines()["better"] == "a rate below 1, or attention alone"
 
 
 def test_a_full_rank_conversion_stays(folders, tmp_path):
