@@ -4,6 +4,7 @@
     python benchmarks/healing.py study --work /tmp/heal --arms 0.1875:all:1e-4:20e6 0.125x3:best:best:5e6
     python benchmarks/healing.py table benchmarks/results/h200-healing-bits.json
     python benchmarks/healing.py speed llama-3-8b --json healing-speed.json
+    python benchmarks/healing.py first-step path/to/llama path/to/llama-mla --train all
 
 An arm is RATIO[xBITS]:TRAIN:RATE:TOKENS[:own][:full]: a conversion in layout latent, whose latents have 16 bits or as
 many as it says ("auto": rank and bits by layer); what of it is trained, at which rate, on how many tokens. ``best`` for
@@ -42,7 +43,7 @@ from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.calibration.generated_text import generate_windows
 from mha2mla.conversion.calibration.texts import GENERATED, OwnText
 from mha2mla.conversion.resume import WorkFolder
-from mha2mla.conversion.source.opening import open_source
+from mha2mla.conversion.source.opening import Source, open_source
 from mha2mla.environment import compute_device
 from mha2mla.eval.generation import GenerationSettings
 from mha2mla.eval.loading import load_model, load_tokenizer
@@ -52,9 +53,9 @@ from mha2mla.eval.quantized_caches import KVCodes
 from mha2mla.files import atomic_write
 from mha2mla.healing.run import device_use
 from mha2mla.healing.settings import DEFAULT_TEXT, PRESETS, Settings, Trained
-from mha2mla.healing.student import ATTENTION, prepare_models
+from mha2mla.healing.student import ATTENTION, load_models, prepare_models
 from mha2mla.healing.text import describe_text, hold_out, source_perplexity, training_text
-from mha2mla.healing.training import Distillation
+from mha2mla.healing.training import Blocks, Distillation, passes
 from mha2mla.healing.training import train as train_models
 from mha2mla.trial_models import ShapeName, fetch_smollm2, random_pair
 
@@ -130,6 +131,15 @@ def perplexities_of_own_text(
     return found
 
 
+def blocks_of(opened: Source, text: str, settings: Settings, folder: Path, place: torch.device) -> TokenBlocks:
+    """What :func:`mha2mla.heal` would train on, unfinished pieces of it in ``folder``."""
+    digests = {name: each.sha256 for part in opened.identity() for name, each in part.items()}
+    pieces = WorkFolder(folder / "pieces", {})
+    return training_text(
+        opened, text, settings, settings.text_tokens, place, digests=digests, work=pieces, progress=False
+    )
+
+
 def study(
     model: str | None = None,
     work: str = "healing",
@@ -195,15 +205,12 @@ def study(
             torch.cuda.reset_peak_memory_stats()
 
     def write_text() -> None:
-        opened, started = open_source(source), time.perf_counter()
-        digests = {name: each.sha256 for part in opened.identity() for name, each in part.items()}
-        how = Settings.of("standard", tokens=text_tokens, **settings)
+        opened, started, written = open_source(source), time.perf_counter(), WrittenRows()
         folder.mkdir(parents=True, exist_ok=True)
-        pieces, written = WorkFolder(folder / "pieces", {}), WrittenRows()
         logger = logging.getLogger(generate_windows.__module__)
         logger.setLevel(logging.INFO)
         logger.addHandler(written)
-        blocks = training_text(opened, text, how, text_tokens, place, digests=digests, work=pieces, progress=False)
+        blocks = blocks_of(opened, text, Settings.of("standard", tokens=text_tokens, **settings), folder, place)
         logger.removeHandler(written)
         row = describe_text(blocks, opened.config.vocab_size)
         seconds = time.perf_counter() - started
@@ -357,6 +364,75 @@ def speed(
     return table.show("Training of random weights on random tokens", shown)
 
 
+def first_step(
+    source: str,
+    converted: str,
+    text: str = DEFAULT_TEXT,
+    train: Trained = "attention",
+    tokens: int = 1 << 16,
+    held_tokens: int = 1 << 15,
+    text_tokens: int = 8_000_000,
+    length: int = 1024,
+    long_length: int = 8192,
+    long_share: float = 0.4,
+    steps: list[float] | None = None,
+    device: str | None = None,
+    json: str | None = None,
+) -> bool:
+    """KL on held-out windows after one step of Adam's first kind, rate * g / (abs(g) + 1e-8), by its rate: how large a
+    step a conversion takes.
+
+    Args:
+        source, converted: folders.
+        text: as of ``mha2mla heal``.
+        train: whose weights move.
+        tokens: of the gradient. held_tokens: to measure on.
+        text_tokens: different ones of the text.
+        length, long_length: tokens of windows. long_share: share of tokens in long ones.
+        steps: rates.
+        device: cpu, cuda, …; default CUDA when there is one.
+        json: file to write after every row.
+    """
+    place = compute_device(device)
+    windows = {"length": length, "long_length": long_length, "long_share": long_share}
+    settings = Settings.of("standard", train=train, tokens=tokens, text_tokens=text_tokens, **windows)
+    with TemporaryDirectory() as folder:
+        blocks, held_out = hold_out(blocks_of(open_source(Path(source)), text, settings, Path(folder), place))
+    models = load_models(Path(source), Path(converted), place, settings)
+    distillation = Distillation(models, torch.bfloat16 if place.type == "cuda" else None)
+    each = max(1, held_tokens // long_length // len(held_out.window_lengths))
+    measured = [index for length in held_out.window_lengths for index in held_out.of_length(length)[:each]]
+    trained = [weight for weight in models.student.parameters() if weight.requires_grad]
+
+    def loss(part: TokenBlocks, index: int) -> torch.Tensor:
+        ((ids, lengths),) = [(item["input_ids"][None], item["lengths"][None]) for item in Blocks(part, [index])]
+        return distillation(ids.to(place), lengths)["loss"]
+
+    @torch.no_grad()
+    def divergence() -> float:
+        distillation.eval()
+        return sum(loss(held_out, index).item() for index in measured) / len(measured)
+
+    table = Recording("healing-first-step", json, source=source, converted=converted, settings=asdict(settings))
+    start = divergence()
+    count = max(1, tokens // long_length)
+    for index in passes(blocks.lengths, 1, count, settings.seed):
+        distillation.train()
+        (loss(blocks, index) / count).backward()
+    for rate in (0.0, *(steps or (1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4))):
+        before = [weight.detach().clone() for weight in trained]
+        with torch.no_grad():
+            for weight in trained:
+                if weight.grad is not None:
+                    weight -= rate * weight.grad / (weight.grad.abs() + 1e-8)
+        found = divergence()
+        with torch.no_grad():
+            for weight, old in zip(trained, before, strict=True):
+                weight.copy_(old)
+        table.add({"train": train, "tokens": count * long_length, "rate": rate, "kl": found, "change": found - start})
+    return table.show("KL on held-out windows after one step", ("train", "tokens", "rate", "kl", "change"))
+
+
 def ratios(row: dict[str, Any]) -> str:
     """Perplexity ratio of the worst text, by window."""
     return " / ".join(f"{value:.3f}" for key, value in row.items() if key.startswith("ratio "))
@@ -396,4 +472,4 @@ def table(files: list[str]) -> bool:
 
 if __name__ == "__main__":
     torch.set_float32_matmul_precision("highest")
-    sys.exit(command(study, speed, table, cpu=True))
+    sys.exit(command(study, speed, first_step, table, cpu=True))

@@ -124,3 +124,14 @@ def test_speed_trains_a_random_pair(tmp_path):
     (row,) = json.loads(file.read_text(encoding="utf-8"))["rows"]
     assert row["tokens"] == 3 * 64 and row["tokens_per_second"] > 0
     assert 0 < row["trained_parameters"] < row["shared_parameters"] < row["parameters"]
+
+
+@pytest.mark.parametrize("train", ["attention", "all"])
+def test_a_first_step_is_measured_by_its_size(train, tiny_source, tiny_converted, tmp_path):
+    file = tmp_path / "step.json"
+    sizes = {"tokens": 512, "held_tokens": 256, "text_tokens": 4096, "length": 32, "long_length": 64}
+    models = (str(tiny_source), str(tiny_converted))
+    assert healing.first_step(*models, "builtin:prose", train, **sizes, steps=[1e-4, 1.0], device="cpu", json=str(file))
+    none, small, large = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    assert none["change"] == 0 > small["change"] and large["change"] > 0.5
+    assert (small["kl"], small["tokens"]) == (pytest.approx(none["kl"] + small["change"]), 512)
