@@ -55,7 +55,7 @@ from mha2mla.healing.run import device_use
 from mha2mla.healing.settings import DEFAULT_TEXT, PRESETS, Settings, Trained
 from mha2mla.healing.student import ATTENTION, load_models, prepare_models
 from mha2mla.healing.text import describe_text, hold_out, source_perplexity, training_text
-from mha2mla.healing.training import Blocks, Distillation, passes
+from mha2mla.healing.training import Distillation, passes
 from mha2mla.healing.training import train as train_models
 from mha2mla.trial_models import ShapeName, fetch_smollm2, random_pair
 
@@ -402,11 +402,9 @@ def first_step(
     distillation = Distillation(models, torch.bfloat16 if place.type == "cuda" else None)
     each = max(1, held_tokens // long_length // len(held_out.window_lengths))
     measured = [index for length in held_out.window_lengths for index in held_out.of_length(length)[:each]]
-    trained = [weight for weight in models.student.parameters() if weight.requires_grad]
 
     def loss(part: TokenBlocks, index: int) -> torch.Tensor:
-        ((ids, lengths),) = [(item["input_ids"][None], item["lengths"][None]) for item in Blocks(part, [index])]
-        return distillation(ids.to(place), lengths)["loss"]
+        return distillation(part.tokens[index, None].to(place), torch.tensor(part.lengths[index])[None])["loss"]
 
     @torch.no_grad()
     def divergence() -> float:
@@ -414,22 +412,20 @@ def first_step(
         return sum(loss(held_out, index).item() for index in measured) / len(measured)
 
     table = Recording("healing-first-step", json, source=source, converted=converted, settings=asdict(settings))
-    start = divergence()
-    count = max(1, tokens // long_length)
+    start, count = divergence(), max(1, tokens // long_length)
+    row = {"train": train, "tokens": count * long_length}
+    table.add({**row, "rate": 0.0, "kl": start, "change": 0.0})
+    distillation.train()
     for index in passes(blocks.lengths, 1, count, settings.seed):
-        distillation.train()
         (loss(blocks, index) / count).backward()
-    for rate in (0.0, *(steps or (1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4))):
-        before = [weight.detach().clone() for weight in trained]
-        with torch.no_grad():
-            for weight in trained:
-                if weight.grad is not None:
-                    weight -= rate * weight.grad / (weight.grad.abs() + 1e-8)
-        found = divergence()
+    trained = [weight for weight in models.student.parameters() if weight.grad is not None]
+    before = [weight.detach().clone() for weight in trained]
+    for rate in steps or (1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4):
         with torch.no_grad():
             for weight, old in zip(trained, before, strict=True):
-                weight.copy_(old)
-        table.add({"train": train, "tokens": count * long_length, "rate": rate, "kl": found, "change": found - start})
+                weight.copy_(old - rate * weight.grad / (weight.grad.abs() + 1e-8))
+        found = divergence()
+        table.add({**row, "rate": rate, "kl": found, "change": found - start})
     return table.show("KL on held-out windows after one step", ("train", "tokens", "rate", "kl", "change"))
 
 
