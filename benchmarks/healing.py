@@ -51,11 +51,12 @@ from mha2mla.eval.probes import SPAN, ProbeSettings
 from mha2mla.eval.quality import TEXTS, evaluate_quality
 from mha2mla.eval.quantized_caches import KVCodes
 from mha2mla.files import atomic_write
+from mha2mla.healing.rate import RATES, first_steps, rate_without_harm
 from mha2mla.healing.run import device_use
 from mha2mla.healing.settings import DEFAULT_TEXT, PRESETS, Settings, Trained
 from mha2mla.healing.student import ATTENTION, load_models, prepare_models
 from mha2mla.healing.text import describe_text, hold_out, source_perplexity, training_text
-from mha2mla.healing.training import Distillation, passes
+from mha2mla.healing.training import Distillation
 from mha2mla.healing.training import train as train_models
 from mha2mla.trial_models import ShapeName, fetch_smollm2, random_pair
 
@@ -370,7 +371,6 @@ def first_step(
     text: str = DEFAULT_TEXT,
     train: Trained = "attention",
     tokens: int = 1 << 16,
-    held_tokens: int = 1 << 15,
     text_tokens: int = 8_000_000,
     length: int = 1024,
     long_length: int = 8192,
@@ -386,47 +386,29 @@ def first_step(
         source, converted: folders.
         text: as of ``mha2mla heal``.
         train: whose weights move.
-        tokens: of the gradient. held_tokens: to measure on.
+        tokens: of the gradient, and to measure on, of these at most 32,768.
         text_tokens: different ones of the text.
         length, long_length: tokens of windows. long_share: share of tokens in long ones.
         steps: rates.
         device: cpu, cuda, …; default CUDA when there is one.
-        json: file to write after every row.
+        json: file to write.
     """
     place = compute_device(device)
     windows = {"length": length, "long_length": long_length, "long_share": long_share}
-    settings = Settings.of("standard", train=train, tokens=tokens, text_tokens=text_tokens, **windows)
+    batch = {"tokens": tokens, "batch_tokens": tokens, "tokens_at_once": long_length}
+    settings = Settings.of("standard", train=train, text_tokens=text_tokens, **batch, **windows)
     with TemporaryDirectory() as folder:
         blocks, held_out = hold_out(blocks_of(open_source(Path(source)), text, settings, Path(folder), place))
     models = load_models(Path(source), Path(converted), place, settings)
     distillation = Distillation(models, torch.bfloat16 if place.type == "cuda" else None)
-    each = max(1, held_tokens // long_length // len(held_out.window_lengths))
-    measured = [index for length in held_out.window_lengths for index in held_out.of_length(length)[:each]]
-
-    def loss(part: TokenBlocks, index: int) -> torch.Tensor:
-        return distillation(part.tokens[index, None].to(place), torch.tensor(part.lengths[index])[None])["loss"]
-
-    @torch.no_grad()
-    def divergence() -> float:
-        distillation.eval()
-        return sum(loss(held_out, index).item() for index in measured) / len(measured)
-
     table = Recording("healing-first-step", json, source=source, converted=converted, settings=asdict(settings))
-    start, count = divergence(), max(1, tokens // long_length)
-    row = {"train": train, "tokens": count * long_length}
-    table.add({**row, "rate": 0.0, "kl": start, "change": 0.0})
-    distillation.train()
-    for index in passes(blocks.lengths, 1, count, settings.seed):
-        (loss(blocks, index) / count).backward()
-    trained = [weight for weight in models.student.parameters() if weight.grad is not None]
-    before = [weight.detach().clone() for weight in trained]
-    for rate in steps or (1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4):
-        with torch.no_grad():
-            for weight, old in zip(trained, before, strict=True):
-                weight.copy_(old - rate * weight.grad / (weight.grad.abs() + 1e-8))
-        found = divergence()
-        table.add({**row, "rate": rate, "kl": found, "change": found - start})
-    return table.show("KL on held-out windows after one step", ("train", "tokens", "rate", "kl", "change"))
+    rows = first_steps(
+        distillation, blocks, held_out, settings, rates=sorted(steps or RATES, reverse=True), until_gain=False
+    )
+    for row in rows:
+        table.add({"train": train, **row, "change": row["held_out_kl"] - rows[0]["held_out_kl"]})
+    print(f"rate at which a first step neither gains nor loses: {rate_without_harm(rows):.3g}")
+    return table.show("KL on held-out windows after one step", ("train", "rate", "held_out_kl", "change"))
 
 
 def ratios(row: dict[str, Any]) -> str:

@@ -52,6 +52,7 @@ class HealingReport:
     Attributes:
         destination: folder.
         settings: of the run.
+        first_steps: by which the rate was chosen: rates and held-out KL after one step; none where it was given.
         trained: what the training did, with its curve.
         text: name, unique tokens, tokens by window length, share of different 4-grams, the source's perplexity of it,
             seconds that writing or reading it took.
@@ -67,6 +68,7 @@ class HealingReport:
 
     destination: str
     settings: Settings
+    first_steps: tuple[dict[str, float], ...]
     trained: Trained
     text: dict[str, Any]
     rows: tuple[dict[str, Any], ...]
@@ -90,7 +92,7 @@ class HealingReport:
         logged = [(row["kl"], row["step"]) for row in trained.curve if "kl" in row]
         (largest, at), usual = max(logged), median(kl for kl, _ in logged)  # one that stands out is worth a look
         limit = "" if self.flop_share is None else f", {self.flop_share:.1%} of the GPU's FLOP/s"
-        better = f"a rate below {self.settings.rate:g}" + ", or attention alone" * (self.settings.train == "all")
+        better = f"a rate below {self.settings.rate:.3g}" + ", or attention alone" * (self.settings.train == "all")
         return {
             "perplexity": "; ".join(
                 f"{row['ratio_before']:.4f} -> {row['ratio_after']:.4f} x the source's on {row['text']} in windows of"
@@ -101,6 +103,8 @@ class HealingReport:
             f" {trained.held_out_best:.4g} after step {trained.best_step}; step {trained.kept_step} is kept; of"
             f" training {usual:.4g} in the median, at most {largest:.4g} at step {at}",
             **({"better": better} if trained.best_step == 0 else {}),
+            "rate": f"{self.settings.rate:.3g}"
+            + ", at which a first step neither gains nor loses" * bool(self.first_steps),
             "trained": f"{_WHAT[self.settings.train]}, {self.trained_parameters:,} of {self.parameters:,} parameters;"
             f" {trained.tokens:,} tokens in {trained.steps:,} steps, {trained.passes:.2f} passes over"
             f" {text['unique_tokens']:,} of {text['name']}",

@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mha2mla.checkpoints import find_converted
-from mha2mla.conversion.calibration.blocks import Windows, check_length, listed
+from mha2mla.conversion.calibration.blocks import TokenBlocks, Windows, check_length, listed
 from mha2mla.conversion.calibration.texts import check_text
 from mha2mla.conversion.destination import WORK_FOLDER, check_destination, temporary_folder
 from mha2mla.conversion.parity import ParityReport, compare
@@ -36,6 +36,7 @@ from mha2mla.conversion.source.files import check_unchanged, faults_of_the_sourc
 from mha2mla.conversion.source.opening import OpenedFolder, Source, open_converted, open_source
 from mha2mla.environment import collect_environment, compute_device, device_name, installed_version
 from mha2mla.files import atomic_write
+from mha2mla.healing.rate import first_steps, rate_without_harm
 from mha2mla.healing.record import OWN_WINDOWS, HealingReport, check_pair, write_healed, write_record
 from mha2mla.healing.settings import DEFAULT_TEXT, PresetName, Settings
 from mha2mla.healing.student import Models, is_sharded, load_models
@@ -91,7 +92,7 @@ def own_device(device: torch.device) -> torch.device:
 
 
 _EVALUATION_LENGTH = 512
-_PIECES, _CHECKPOINTS, _PLAN = "pieces", "checkpoints", "plan"
+_PIECES, _CHECKPOINTS, _PLAN, _FIRST_STEPS = "pieces", "checkpoints", "plan", "first-steps"
 
 
 def heal(
@@ -209,6 +210,12 @@ def heal(
                 "perplexity_source": source_perplexity(models.teacher, held_out),
                 "seconds": text_seconds,
             }
+            tried: tuple[dict[str, float], ...] = ()
+            if chosen.rate is None:
+                tried = processes.share(
+                    lambda: _first_steps(distillation, blocks, held_out, chosen, weights, pieces, progress)
+                )
+                chosen = replace(chosen, rate=rate_without_harm(tried))
             newest = processes.share(lambda: last_checkpoint(checkpoints))
             if newest and progress and processes.is_main:
                 announce(f"going on from {newest.name} of an interrupted run")
@@ -229,6 +236,7 @@ def heal(
                 report = HealingReport(
                     destination=str(final),
                     settings=chosen,
+                    first_steps=tried,
                     trained=result,
                     text=about,
                     rows=tuple(rows),
@@ -336,6 +344,24 @@ def _budget(settings: Settings, distillation: Distillation, source: Source, piec
     tokens = tokens if settings.tokens is None else min(tokens, settings.tokens)
     pieces.put(_PLAN, {}, tokens)
     return tokens
+
+
+def _first_steps(
+    distillation: Distillation,
+    blocks: TokenBlocks,
+    held_out: TokenBlocks,
+    settings: Settings,
+    weights: Tensor | None,
+    pieces: WorkFolder,
+    progress: bool,
+) -> tuple[dict[str, float], ...]:
+    """As :func:`~mha2mla.healing.rate.first_steps`; measured once, and found by a run that goes on."""
+    if (saved := pieces.get(_FIRST_STEPS)) is not None:
+        return tuple(saved[1])
+    with waiting("measuring the rate", show=progress):
+        rows = first_steps(distillation, blocks, held_out, settings, weights=weights)
+    pieces.put(_FIRST_STEPS, {}, rows)
+    return tuple(rows)
 
 
 def device_use(models: Models, device: torch.device, speed: float) -> dict[str, Any]:

@@ -46,8 +46,8 @@ class Settings:
         minutes: minutes of training on this machine, whose speed is measured first; None: ``tokens`` alone.
         tokens: most tokens to train on, in whole steps; None: ``minutes`` alone.
         train: "attention", "lora" (adapters of attention's projections, merged at the end), or "all" weights.
-        rate: learning rate.
-        latent_rate: learning rate of the maps to and from the latent; None: ``rate``.
+        rate: learning rate; None: measured, the one at which a first step neither gains nor loses on held-out windows.
+        latent_rate: learning rate of the maps to and from the latent, beside a given ``rate``; None: ``rate``.
         lora_rank: rank of an adapter, whose scale is 2.
         text_tokens: different tokens of text, at most; more training passes over them again.
         length, long_length: tokens of a window; the first divides the second.
@@ -76,7 +76,7 @@ class Settings:
     tokens_at_once: int
     tokens: int | None = None
     train: Trained = "attention"
-    rate: float = 2e-5
+    rate: float | None = None
     latent_rate: float | None = None
     lora_rank: int = 16
     long_share: float = 0.4
@@ -105,6 +105,8 @@ class Settings:
         for name in ("long_share", "own_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)!r:.80}; expected a number from 0 to 1")
+        if self.latent_rate is not None and self.rate is None:
+            raise ValueError(f"latent_rate is {self.latent_rate} and rate is None; expected a rate beside it")
         if self.long_length % self.length:
             raise ValueError(f"long_length is {self.long_length}; expected a multiple of length={self.length}")
         if self.minutes is None and self.tokens is None:

@@ -1,0 +1,102 @@
+"""The rate that a conversion takes: at which a first step of the optimizer neither gains nor loses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mha2mla.conversion.calibration.blocks import TokenBlocks
+from mha2mla.conversion.fit.repeatable import deterministic
+from mha2mla.healing.settings import Settings
+from mha2mla.healing.training import Distillation, passes, warm_up
+
+RATES = tuple(1e-2 * 2.0**-halvings for halvings in range(20))  # tried from the largest on, down to 2e-8
+MAX_MEASURED = 1 << 15  # tokens
+_EPSILON = 1e-8  # AdamW's
+
+
+@deterministic(warn_only=True)  # the mode of train: in another one layers are compiled again
+def first_steps(
+    distillation: Distillation,
+    blocks: TokenBlocks,
+    held_out: TokenBlocks,
+    settings: Settings,
+    *,
+    weights: Tensor | None = None,
+    rates: Sequence[float] = RATES,
+    until_gain: bool = True,
+) -> list[dict[str, float]]:
+    """KL on held-out windows after one step from the weights as they are, which they are again afterwards.
+
+    A step is Adam's first, -rate · g / (|g| + 1e-8), with the gradient g of the tokens of one optimizer step.
+
+    Args:
+        held_out: of it as many tokens count as a step has, at most :data:`MAX_MEASURED`, at least a block of each
+            length.
+        weights: [blocks, size] of the losses of the gradient's tokens; None: ones.
+        rates: in the order in which they are tried.
+        until_gain: no other rate is tried after one whose step does not raise the KL.
+
+    Returns:
+        Rows of ``rate`` and ``held_out_kl``; the first has rate 0, before any step.
+    """
+    device, per_pass = distillation.student.device, settings.pass_tokens // blocks.size
+    counts = min(settings.step_tokens, MAX_MEASURED) // blocks.size // len(held_out.window_lengths)
+    measured = [block for length in held_out.window_lengths for block in held_out.of_length(length)[: max(1, counts)]]
+
+    def loss(part: TokenBlocks, chosen: list[int], weights: Tensor | None = None) -> Tensor:
+        lengths = torch.tensor([part.lengths[block] for block in chosen])
+        weights = None if weights is None else weights[chosen].to(device)
+        return distillation(part.tokens[chosen].to(device), lengths, weights)["loss"]
+
+    @torch.no_grad()
+    def divergence() -> float:
+        distillation.eval()
+        return sum(loss(held_out, [block]).item() for block in measured) / len(measured)
+
+    rows = [{"rate": 0.0, "held_out_kl": divergence()}]
+    if distillation.compiled:
+        warm_up(distillation, blocks, per_pass)
+    distillation.train()
+    order = passes(blocks.lengths, per_pass, settings.accumulation * per_pass, settings.seed)
+    for start in range(0, len(order), per_pass):
+        (loss(blocks, order[start : start + per_pass], weights) / settings.accumulation).backward()
+    trained = [weight for weight in distillation.student.parameters() if weight.grad is not None]
+    before = [weight.detach().clone() for weight in trained]
+    try:
+        for rate in rates:
+            with torch.no_grad():
+                for weight, old in zip(trained, before, strict=True):
+                    weight.copy_(old - rate * weight.grad / (weight.grad.abs() + _EPSILON))
+            rows.append({"rate": rate, "held_out_kl": divergence()})
+            if until_gain and rows[-1]["held_out_kl"] <= rows[0]["held_out_kl"]:
+                break
+    finally:
+        with torch.no_grad():
+            for weight, old in zip(trained, before, strict=True):
+                weight.copy_(old)
+        distillation.zero_grad()
+    return rows
+
+
+def rate_without_harm(rows: Sequence[dict[str, float]]) -> float:
+    """The largest rate after whose step the KL was not above that before, between two that were tried by the KL's line
+    over the rate's logarithm; the smallest that was tried where every step raised it.
+
+    Args:
+        rows: of :func:`first_steps`, rates falling.
+    """
+    start, *steps = rows
+    above = None
+    for row in steps:
+        change = row["held_out_kl"] - start["held_out_kl"]
+        if change <= 0:
+            if above is None or change == 0:
+                return row["rate"]
+            rate, harm = above
+            share = -change / (harm - change) if harm < float("inf") else 0.0
+            return row["rate"] * (rate / row["rate"]) ** share
+        above = (row["rate"], change if change == change else float("inf"))
+    return steps[-1]["rate"]

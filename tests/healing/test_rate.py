@@ -1,0 +1,120 @@
+"""The rate of a healing is measured by first steps, which leave the weights as they were."""
+
+import math
+
+import pytest
+import torch
+
+import mha2mla
+from mha2mla.conversion.calibration.blocks import TokenBlocks
+from mha2mla.healing import run
+from mha2mla.healing.rate import RATES, first_steps, rate_without_harm
+from mha2mla.healing.settings import Settings
+from mha2mla.healing.student import load_models, parameter_groups
+from mha2mla.healing.training import Distillation
+from tests.conversion import tiny
+
+WINDOWS = {"length": 32, "long_length": 32, "batch_tokens": 128, "tokens_at_once": 64, "tokens": 1280}
+
+
+def blocks_of(seed, count=8):
+    ids = torch.randint(2, 258, (count, 32), generator=torch.Generator().manual_seed(seed))
+    return TokenBlocks(ids, (32,) * count)
+
+
+@pytest.fixture
+def distillation(folders):
+    return Distillation(load_models(*folders, torch.device("cpu"), Settings.of("quick", **WINDOWS)), None)
+
+
+def test_a_step_is_the_optimizers_first_and_is_taken_back(distillation):
+    settings, blocks, held_out = Settings.of("quick", **WINDOWS, rate=3e-3), blocks_of(0, count=4), blocks_of(1)
+    before = {name: each.clone() for name, each in distillation.student.state_dict().items()}
+    rows = first_steps(distillation, blocks, held_out, settings, rates=[1.0, 3e-3, 1e-3], until_gain=False)
+    after = distillation.student.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(each.grad is None for each in distillation.parameters())
+    assert [row["rate"] for row in rows] == [0.0, 1.0, 3e-3, 1e-3]
+
+    def divergence():
+        chosen = torch.full((4,), 32)  # as many tokens as a step has
+        with torch.no_grad():
+            return distillation.eval()(held_out.tokens[:4], chosen)["loss"].item()
+
+    assert rows[0]["held_out_kl"] == pytest.approx(divergence(), rel=1e-5)
+    distillation.train()(blocks.tokens, torch.full((4,), 32))["loss"].backward()
+    torch.optim.AdamW(parameter_groups(distillation.student, settings), betas=(0.9, 0.95), weight_decay=0.0).step()
+    assert rows[2]["held_out_kl"] == pytest.approx(divergence(), rel=1e-4)
+    assert rows[2]["held_out_kl"] < rows[0]["held_out_kl"] < rows[1]["held_out_kl"]
+
+
+def test_weights_are_restored_after_an_error(distillation, monkeypatch):
+    before = {name: each.clone() for name, each in distillation.student.state_dict().items()}
+    calls, forward = [], distillation.forward
+
+    def failing(*arguments):
+        calls.append(arguments)
+        if len(calls) > 8:  # 4 held-out blocks, 2 passes of the gradient, 2 blocks after the first step
+            raise RuntimeError("out of memory")
+        return forward(*arguments)
+
+    monkeypatch.setattr(distillation, "forward", failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        first_steps(distillation, blocks_of(0), blocks_of(1), Settings.of("quick", **WINDOWS))
+    after = distillation.student.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_masked_tokens_move_nothing(distillation):
+    settings, text = Settings.of("quick", **WINDOWS), blocks_of(0)
+    masked = first_steps(distillation, text, blocks_of(1), settings, weights=torch.zeros(8, 32), rates=[1e-2])
+    assert masked[1]["held_out_kl"] == masked[0]["held_out_kl"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ([math.nan, math.inf, 0.3, 0.1, -0.1], 2.0**-3.5),  # half-way on the logarithm
+        ([math.nan, -0.1], 2.0**-1),
+        ([0.3, 0.0], 2.0**-1),
+        ([-0.2], 1.0),
+        ([0.3, 0.2, 0.1], 2.0**-2),
+    ],
+)
+def test_rate_between_the_steps(changes, expected):
+    rows = [{"rate": 0.0, "held_out_kl": 1.0}]
+    rows += [{"rate": 2.0**-index, "held_out_kl": 1.0 + change} for index, change in enumerate(changes)]
+    assert rate_without_harm(rows) == pytest.approx(expected)
+
+
+def test_heal_measures_its_rate_once(folders, tmp_path, monkeypatch):
+    """A run that goes on finds the rate; the record names it, so that its flags repeat the run."""
+    calls, measure, train = [], run.first_steps, run.train
+
+    def measuring(*arguments, **keys):
+        calls.append(arguments)
+        return measure(*arguments, **keys)
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "first_steps", measuring)
+    keys = {"text": tiny.some_tokens(48, 32), "device": "cpu", "progress": False, **WINDOWS, "tokens": 6400}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(run, "train", interrupted)
+        mha2mla.heal(*folders, tmp_path / "out", **keys)
+    monkeypatch.setattr(run, "train", train)
+    report = mha2mla.heal(*folders, tmp_path / "out", **keys)
+    assert len(calls) == 1
+    rates = [row["rate"] for row in report.first_steps]
+    assert rates == [0.0, *RATES[: len(rates) - 1]] and report.settings.rate == rate_without_harm(report.first_steps)
+    assert report.trained.held_out_best < report.trained.held_out_before
+    assert report.lines()["rate"] == f"{report.settings.rate:.3g}, at which a first step neither gains nor loses"
+    given = mha2mla.heal(*folders, tmp_path / "given", **keys, rate=report.settings.rate)
+    assert given.first_steps == () and given.lines()["rate"] == f"{report.settings.rate:.3g}"
+    assert given.weights_sha256 == report.weights_sha256
+
+
+def test_a_rate_of_the_latent_alone(folders):
+    with pytest.raises(ValueError, match=r"latent_rate is 0.001 and rate is None; expected a rate beside it"):
+        Settings.of("quick", latent_rate=1e-3)
