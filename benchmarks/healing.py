@@ -51,7 +51,7 @@ from mha2mla.eval.probes import SPAN, ProbeSettings
 from mha2mla.eval.quality import TEXTS, evaluate_quality
 from mha2mla.eval.quantized_caches import KVCodes
 from mha2mla.files import atomic_write
-from mha2mla.healing.rate import RATES, first_steps, rate_without_harm
+from mha2mla.healing.rate import RATES, first_steps, rate_of_little_harm
 from mha2mla.healing.run import device_use
 from mha2mla.healing.settings import DEFAULT_TEXT, PRESETS, Settings, Trained
 from mha2mla.healing.student import ATTENTION, load_models, prepare_models
@@ -339,6 +339,7 @@ def speed(
     on_gpu = place.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     sizes = {"batch_tokens": batch_tokens, "tokens_at_once": tokens_at_once, "evaluations": 1, "keep": "last"}
+    sizes |= {"rate": 1e-5}
     if tokens_at_once < PRESETS["standard"]["long_length"]:
         sizes |= {"length": tokens_at_once // 2, "long_length": tokens_at_once}
     settings = Settings.of("standard", train=train, tokens=steps * batch_tokens, **sizes)
@@ -403,11 +404,11 @@ def first_step(
     distillation = Distillation(models, torch.bfloat16 if place.type == "cuda" else None)
     table = Recording("healing-first-step", json, source=source, converted=converted, settings=asdict(settings))
     rows = first_steps(
-        distillation, blocks, held_out, settings, rates=sorted(steps or RATES, reverse=True), until_gain=False
+        distillation, blocks, held_out, settings, rates=sorted(steps or RATES, reverse=True), try_all=True
     )
     for row in rows:
         table.add({"train": train, **row, "change": row["held_out_kl"] - rows[0]["held_out_kl"]})
-    print(f"rate at which a first step neither gains nor loses: {rate_without_harm(rows):.3g}")
+    print(f"rate at which a first step adds a twentieth to the KL: {rate_of_little_harm(rows):.3g}")
     return table.show("KL on held-out windows after one step", ("train", "rate", "held_out_kl", "change"))
 
 

@@ -6,17 +6,21 @@
     python benchmarks/vllm_serving.py speed --shape llama-2-7b --memory 0.9 --contexts 8192
     python benchmarks/vllm_serving.py speed --shape llama-3-8b --layout codes3 --memory 0.9 --most 1024
     python benchmarks/vllm_serving.py requests source latent latent-bfloat16 shared --shape smollm2 --memory 0.5
+    python benchmarks/vllm_serving.py prompts source latent --step-tokens 65536 --memory 0.5
 
 ``exact`` judges every greedy token of vLLM by transformers' logits over the same prefix: in float32 it may lie below
 the best one by at most twice what transformers' own bfloat16 errs at that position, which is what decides ties.
 ``speed`` times steps in which all sequences decode, with random weights, up to as many as the cache holds;
-``requests`` whole requests, all of them asked for at once.
+``requests`` whole requests, all of them asked for at once; ``prompts`` says where the time of their prompts goes.
 Needs vLLM (docs/serving.md); run from a clone, where the plug-in's entry point is made for the process.
 """
 
 from __future__ import annotations
 
+import cProfile
 import gc
+import os
+import pstats
 import sys
 import tempfile
 import time
@@ -29,6 +33,7 @@ from typing import Annotated, Any, Literal
 import torch
 from cyclopts import Parameter
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -47,6 +52,7 @@ from benchmarks.vllm_engine import (
 from mha2mla.modeling import MHA2MLAConfig
 
 WARM_UP = 8  # steps before the clock runs
+_SHOWN = 30  # kernels and functions in a row
 ROOM = 64  # more tokens, which the first sequences make while the last ones' prompts are filled in
 PROMPT_LENGTHS = (12, 40, 100, 333, 700, 1500)
 # Counters of vLLM in a row, by its metrics' names: preempted pages, accepted drafts.
@@ -335,6 +341,7 @@ class RequestSettings(EngineSettings):
         layers: default the shape's.
         tokens_in: of a prompt. tokens_out: of an answer.
         sequences: requests, all at once.
+        step_tokens: new tokens of a step, at most; default vLLM's.
         runs: the fastest counts, since another process only ever slows one down.
     """
 
@@ -343,7 +350,14 @@ class RequestSettings(EngineSettings):
     tokens_in: int = 7168
     tokens_out: int = 1024
     sequences: int = 64
+    step_tokens: int | None = None
     runs: int = 2
+
+    def engine_options(self, positions: int) -> dict[str, Any]:
+        """Arguments of ``engine`` for sequences of so many tokens."""
+        given = {} if self.step_tokens is None else {"max_num_batched_tokens": self.step_tokens}
+        sizes = {"max_model_len": positions, "max_num_seqs": self.sequences, "enable_prefix_caching": False}
+        return {**self.options(), **sizes, **given}
 
 
 def requests(
@@ -356,14 +370,14 @@ def requests(
     for layout in layouts:
         positions = arguments.tokens_in + arguments.tokens_out
         config, folder, cached = _weightless(arguments.shape, layout, arguments.layers, positions)
-        options = {"max_model_len": positions, "max_num_seqs": arguments.sequences, **cached}
         begin = time.time()
-        llm = engine(folder, enable_prefix_caching=False, **arguments.options(), **options)
-        cache = llm.llm_engine.vllm_config.cache_config
+        llm = engine(folder, **arguments.engine_options(positions), **cached)
+        cache, scheduler = llm.llm_engine.vllm_config.cache_config, llm.llm_engine.vllm_config.scheduler_config
         row = {
             "shape": arguments.shape, "layers": config.num_hidden_layers, "layout": layout,
             "start_s": time.time() - begin, "tokens in": arguments.tokens_in, "tokens out": arguments.tokens_out,
-            "sequences": arguments.sequences, "cached tokens": cache.num_gpu_blocks * cache.block_size,
+            "sequences": arguments.sequences, "step tokens": scheduler.max_num_batched_tokens,
+            "cached tokens": cache.num_gpu_blocks * cache.block_size,
             **held_cache(llm, config),
         }  # fmt: skip
         prompts = prompts_of(config.vocab_size, [arguments.tokens_in] * arguments.sequences)
@@ -383,6 +397,51 @@ def requests(
         gc.collect()
         torch.cuda.empty_cache()
     return table.show(f"vLLM {table.environment['vllm']}, whole requests")
+
+
+def prompts(
+    layouts: list[str], /, *, arguments: Annotated[RequestSettings, Parameter(name="*")] = RequestSettings(sequences=8)
+) -> bool:
+    """Where steps of prompts go, with the engine in this process: their time, that of kernels, and that of the host's
+    functions (cProfile, which slows Python)."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    with_entry_point()
+    table = Recording("vllm-prompts", arguments.json)
+    for layout in layouts:
+        config, folder, cached = _weightless(arguments.shape, layout, arguments.layers, arguments.tokens_in + 1)
+        llm = engine(folder, **arguments.engine_options(arguments.tokens_in + 1), **cached)
+        asked = prompts_of(config.vocab_size, [arguments.tokens_in] * arguments.sequences)
+        greedy(llm, asked, 1)  # warms up
+        times = []
+        for _ in range(arguments.runs):
+            begin = time.time()
+            greedy(llm, asked, 1)
+            times.append(time.time() - begin)
+        with profile(activities=[ProfilerActivity.CUDA]) as kernels:
+            greedy(llm, asked, 1)
+            torch.cuda.synchronize()
+        found = sorted(kernels.key_averages(), key=lambda each: -each.self_device_time_total)
+        host = cProfile.Profile()
+        host.runcall(greedy, llm, asked, 1)
+        functions = sorted(pstats.Stats(host).stats.items(), key=lambda each: -each[1][2])[:_SHOWN]
+        table.add(
+            {
+                "shape": arguments.shape, "layout": layout, "tokens in": arguments.tokens_in,
+                "sequences": arguments.sequences,
+                "step tokens": llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens,
+                "ms": 1e3 * min(times), "kernels_ms": sum(each.self_device_time_total for each in found) / 1e3,
+                "kernels": [[each.key[:80], each.count, each.self_device_time_total / 1e3] for each in found[:_SHOWN]],
+                "functions": [
+                    [f"{Path(file).name}:{line} {name}", calls, 1e3 * own, 1e3 * whole]
+                    for (file, line, name), (_, calls, own, whole, _) in functions
+                ],
+            }
+        )  # fmt: skip
+        del llm
+        gc.collect()
+        torch.cuda.empty_cache()
+    columns = ("shape", "layout", "tokens in", "sequences", "step tokens", "ms", "kernels_ms")
+    return table.show(f"vLLM {table.environment['vllm']}, prompts", columns)
 
 
 def _decode_rate(llm: Any, vocabulary: int, context: int, batch: int, arguments: SpeedSettings) -> dict[str, Any]:
@@ -436,4 +495,4 @@ def _profile(own: Any, steps: int = 4) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(command(exact, speed, requests))
+    sys.exit(command(exact, speed, requests, prompts))

@@ -1,7 +1,8 @@
-"""The rate that a conversion takes: at which a first step of the optimizer neither gains nor loses."""
+"""The rate that a conversion takes: the largest at which a first step of the optimizer hardly harms it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +15,7 @@ from mha2mla.healing.training import Distillation, passes, warm_up
 
 RATES = tuple(1e-2 * 2.0**-halvings for halvings in range(20))  # tried from the largest on, down to 2e-8
 MAX_MEASURED = 1 << 15  # tokens
+HARM = 1 / 20  # of the KL: what a first step may add to it; 1 % is noise
 _EPSILON = 1e-8  # AdamW's
 
 
@@ -26,7 +28,7 @@ def first_steps(
     *,
     weights: Tensor | None = None,
     rates: Sequence[float] = RATES,
-    until_gain: bool = True,
+    try_all: bool = False,
 ) -> list[dict[str, float]]:
     """KL on held-out windows after one step from the weights as they are, which they are again afterwards.
 
@@ -37,7 +39,7 @@ def first_steps(
             length.
         weights: [blocks, size] of the losses of the gradient's tokens; None: ones.
         rates: in the order in which they are tried.
-        until_gain: no other rate is tried after one whose step does not raise the KL.
+        try_all: rates after the first one that does little harm are tried, too.
 
     Returns:
         Rows of ``rate`` and ``held_out_kl``; the first has rate 0, before any step.
@@ -71,7 +73,7 @@ def first_steps(
                 for weight, old in zip(trained, before, strict=True):
                     weight.copy_(old - rate * weight.grad / (weight.grad.abs() + _EPSILON))
             rows.append({"rate": rate, "held_out_kl": divergence()})
-            if until_gain and rows[-1]["held_out_kl"] <= rows[0]["held_out_kl"]:
+            if not try_all and _harm(rows, rows[-1]) <= HARM:
                 break
     finally:
         with torch.no_grad():
@@ -81,22 +83,24 @@ def first_steps(
     return rows
 
 
-def rate_without_harm(rows: Sequence[dict[str, float]]) -> float:
-    """The largest rate after whose step the KL was not above that before, between two that were tried by the KL's line
-    over the rate's logarithm; the smallest that was tried where every step raised it.
+def _harm(rows: Sequence[dict[str, float]], row: dict[str, float]) -> float:
+    """Share of the KL that a step adds to it; of a KL that is no number infinite."""
+    before, after = rows[0]["held_out_kl"], row["held_out_kl"]
+    return after / before - 1 if math.isfinite(after) and before > 0 else math.inf
+
+
+def rate_of_little_harm(rows: Sequence[dict[str, float]]) -> float:
+    """The largest rate whose step adds at most the share :data:`HARM` to the KL; between two that were tried by the
+    share's line over the rate's logarithm, and the smallest that was tried where every step adds more.
 
     Args:
         rows: of :func:`first_steps`, rates falling.
     """
-    start, *steps = rows
-    above = None
-    for row in steps:
-        change = row["held_out_kl"] - start["held_out_kl"]
-        if change <= 0:
-            if above is None or change == 0:
-                return row["rate"]
-            rate, harm = above
-            share = -change / (harm - change) if harm < float("inf") else 0.0
-            return row["rate"] * (rate / row["rate"]) ** share
-        above = (row["rate"], change if change == change else float("inf"))
-    return steps[-1]["rate"]
+    before, larger = math.inf, None
+    for row in rows[1:]:
+        harm = _harm(rows, row)
+        if harm <= HARM:
+            share = (HARM - harm) / (before - harm)  # 0 where the rate above has no number
+            return row["rate"] * (1.0 if larger is None else (larger / row["rate"]) ** share)
+        before, larger = harm, row["rate"]
+    return rows[-1]["rate"]

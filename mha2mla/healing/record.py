@@ -104,7 +104,7 @@ class HealingReport:
             f" training {usual:.4g} in the median, at most {largest:.4g} at step {at}",
             **({"better": better} if trained.best_step == 0 else {}),
             "rate": f"{self.settings.rate:.3g}"
-            + ", at which a first step neither gains nor loses" * bool(self.first_steps),
+            + ", at which a first step adds a twentieth to the held-out KL" * bool(self.first_steps),
             "trained": f"{_WHAT[self.settings.train]}, {self.trained_parameters:,} of {self.parameters:,} parameters;"
             f" {trained.tokens:,} tokens in {trained.steps:,} steps, {trained.passes:.2f} passes over"
             f" {text['unique_tokens']:,} of {text['name']}",

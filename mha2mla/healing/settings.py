@@ -46,7 +46,7 @@ class Settings:
         minutes: minutes of training on this machine, whose speed is measured first; None: ``tokens`` alone.
         tokens: most tokens to train on, in whole steps; None: ``minutes`` alone.
         train: "attention", "lora" (adapters of attention's projections, merged at the end), or "all" weights.
-        rate: learning rate; None: measured, the one at which a first step neither gains nor loses on held-out windows.
+        rate: learning rate; None: measured, the largest at which a first step adds at most a twentieth to the KL.
         latent_rate: learning rate of the maps to and from the latent, beside a given ``rate``; None: ``rate``.
         lora_rank: rank of an adapter, whose scale is 2.
         text_tokens: different tokens of text, at most; more training passes over them again.

@@ -8,7 +8,7 @@ import torch
 import mha2mla
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.healing import run
-from mha2mla.healing.rate import RATES, first_steps, rate_without_harm
+from mha2mla.healing.rate import HARM, RATES, first_steps, rate_of_little_harm
 from mha2mla.healing.settings import Settings
 from mha2mla.healing.student import load_models, parameter_groups
 from mha2mla.healing.training import Distillation
@@ -30,7 +30,7 @@ def distillation(folders):
 def test_a_step_is_the_optimizers_first_and_is_taken_back(distillation):
     settings, blocks, held_out = Settings.of("quick", **WINDOWS, rate=3e-3), blocks_of(0, count=4), blocks_of(1)
     before = {name: each.clone() for name, each in distillation.student.state_dict().items()}
-    rows = first_steps(distillation, blocks, held_out, settings, rates=[1.0, 3e-3, 1e-3], until_gain=False)
+    rows = first_steps(distillation, blocks, held_out, settings, rates=[1.0, 3e-3, 1e-3], try_all=True)
     after = distillation.student.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert all(each.grad is None for each in distillation.parameters())
@@ -72,19 +72,19 @@ def test_masked_tokens_move_nothing(distillation):
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    ("harms", "expected"),
     [
-        ([math.nan, math.inf, 0.3, 0.1, -0.1], 2.0**-3.5),  # half-way on the logarithm
+        ([math.nan, math.inf, 0.3, 0.1, 0.0], 2.0**-3.5),  # half-way on the logarithm
         ([math.nan, -0.1], 2.0**-1),
-        ([0.3, 0.0], 2.0**-1),
+        ([0.3, HARM], 2.0**-1),
         ([-0.2], 1.0),
         ([0.3, 0.2, 0.1], 2.0**-2),
     ],
 )
-def test_rate_between_the_steps(changes, expected):
-    rows = [{"rate": 0.0, "held_out_kl": 1.0}]
-    rows += [{"rate": 2.0**-index, "held_out_kl": 1.0 + change} for index, change in enumerate(changes)]
-    assert rate_without_harm(rows) == pytest.approx(expected)
+def test_rate_between_the_steps(harms, expected):
+    rows = [{"rate": 0.0, "held_out_kl": 0.5}]
+    rows += [{"rate": 2.0**-index, "held_out_kl": 0.5 * (1 + harm)} for index, harm in enumerate(harms)]
+    assert rate_of_little_harm(rows) == pytest.approx(expected)
 
 
 def test_heal_measures_its_rate_once(folders, tmp_path, monkeypatch):
@@ -107,9 +107,12 @@ def test_heal_measures_its_rate_once(folders, tmp_path, monkeypatch):
     report = mha2mla.heal(*folders, tmp_path / "out", **keys)
     assert len(calls) == 1
     rates = [row["rate"] for row in report.first_steps]
-    assert rates == [0.0, *RATES[: len(rates) - 1]] and report.settings.rate == rate_without_harm(report.first_steps)
+    assert rates == [0.0, *RATES[: len(rates) - 1]] and report.settings.rate == rate_of_little_harm(report.first_steps)
     assert report.trained.held_out_best < report.trained.held_out_before
-    assert report.lines()["rate"] == f"{report.settings.rate:.3g}, at which a first step neither gains nor loses"
+    assert (
+        report.lines()["rate"]
+        == f"{report.settings.rate:.3g}, at which a first step adds a twentieth to the held-out KL"
+    )
     given = mha2mla.heal(*folders, tmp_path / "given", **keys, rate=report.settings.rate)
     assert given.first_steps == () and given.lines()["rate"] == f"{report.settings.rate:.3g}"
     assert given.weights_sha256 == report.weights_sha256
