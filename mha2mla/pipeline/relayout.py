@@ -13,7 +13,7 @@ import torch
 from mha2mla.checkpoints import read_json
 from mha2mla.conversion.card import RECORD_FILE
 from mha2mla.conversion.destination import ShardedWriter, check_destination, temporary_folder
-from mha2mla.conversion.families import UnsupportedSourceError
+from mha2mla.conversion.families import UnsupportedSourceError, adapter_for
 from mha2mla.conversion.layer_walk import stored
 from mha2mla.conversion.presets import AUTO
 from mha2mla.conversion.recipe import Recipe
@@ -23,7 +23,7 @@ from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.environment import compute_device
 from mha2mla.geometry import MLAGeometry
 from mha2mla.pipeline.check import Arguments, HeldOut
-from mha2mla.pipeline.report import ConversionReport, make_report, serving_on_cuda, write_report
+from mha2mla.pipeline.report import ConversionReport, make_report, note_on_prompts, serving_on_cuda, write_report
 from mha2mla.pipeline.verify import verify
 from mha2mla.pipeline.write import write_config, write_weights
 
@@ -121,6 +121,8 @@ def change_layout(arguments: Arguments, folder: Path, started: float) -> Convers
     before, config = opened.config, latent_config(opened.config)
     config.recipe = {**(before.recipe or {}), "layout_changed_to": "latent"}
     serving = serving_on_cuda(config, arguments.written_dtype(opened), device)
+    origin, rope = before.build_source_config(), (before.recipe or {}).get("rope") or {}
+    spec = adapter_for(origin.to_dict()).specify(origin, longrope_table=rope.get("longrope_table", "short"))
     length = min(EVALUATION_LENGTH, before.max_position_embeddings or EVALUATION_LENGTH, arguments.evaluation_tokens)
     held_out = [HeldOut.of(opened, arguments.evaluation, length, arguments.evaluation_tokens)]
     with temporary_folder(Path(arguments.destination), overwrite=arguments.overwrite) as made:
@@ -140,6 +142,7 @@ def change_layout(arguments: Arguments, folder: Path, started: float) -> Convers
                     before.layer_geometry(index).cache_numel_per_token for index in range(len(serving))
                 ),
                 preset="none: no number was changed by more than its place",
+                prompt_note=note_on_prompts(origin, config, serving[0].geometry, spec),
                 better="nothing: no number was lost",
                 seconds={"total": time.perf_counter() - started},
                 source_sha256=record.get("source_sha256", {}),  # the unconverted source

@@ -106,7 +106,9 @@ def test_another_dtype(converted, tmp_path):
 def test_the_command_line(converted, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["convert", str(converted), str(out), "--layout", "latent", "--device", "cpu"]) in (0, None)
-    assert "perplexity" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    note = read_json(out / "conversion.json")["prompt_note"]
+    assert "perplexity" in said and f"prompts:    {note}\n" in said and "x the source's FLOP" in note
     assert read_json(out / "config.json")["rope_from_latent"]
 
 
