@@ -91,6 +91,9 @@ class HealingReport:
         trained, text = self.trained, self.text
         logged = [(row["kl"], row["step"]) for row in trained.curve if "kl" in row]
         (largest, at), usual = max(logged), median(kl for kl, _ in logged)  # one that stands out is worth a look
+        by_window = ", ".join(
+            f"{share:.0%} in windows of {length:,}" for length, share in text["distinct_4grams_by_window"].items()
+        )
         limit = "" if self.flop_share is None else f", {self.flop_share:.1%} of the GPU's FLOP/s"
         better = f"a rate below {self.settings.rate:.3g}" + ", or attention alone" * (self.settings.train == "all")
         return {
@@ -104,12 +107,13 @@ class HealingReport:
             f" training {usual:.4g} in the median, at most {largest:.4g} at step {at}",
             **({"better": better} if trained.best_step == 0 else {}),
             "rate": f"{self.settings.rate:.3g}"
-            + ", at which a first step adds a twentieth to the held-out KL" * bool(self.first_steps),
+            + ", the largest at which a first step adds at most a twentieth to the held-out KL"
+            * bool(self.first_steps),
             "trained": f"{_WHAT[self.settings.train]}, {self.trained_parameters:,} of {self.parameters:,} parameters;"
             f" {trained.tokens:,} tokens in {trained.steps:,} steps, {trained.passes:.2f} passes over"
             f" {text['unique_tokens']:,} of {text['name']}",
             "text": f"{text['unique_tokens']:,} tokens, {text['distinct_4grams']:.0%} of its runs of four tokens"
-            f" distinct, the source's perplexity {text['perplexity_source']:.4g}",
+            f" distinct ({by_window}), the source's perplexity {text['perplexity_source']:.4g}",
             "speed": f"{trained.tokens_per_second:,.0f} tokens/s{limit}; text {text['seconds']:.0f} s, training"
             f" {trained.seconds:.0f} s, in all {self.seconds:.0f} s",
             "cache": f"{self.cache_ratio:.4f} of the source's, as before",

@@ -117,11 +117,11 @@ def _written(
 ) -> list[Tensor]:
     """Windows of each length, as many as ``asked``, that the model in ``folder`` writes, or wrote for an earlier run.
 
-    Long windows are one continuation; short ones of rows as calibration writes them.
+    Long windows are one continuation, or of rows of ``settings.row``; short ones of rows as calibration writes them.
     """
     asked = {length: count for length, count in asked.items() if count}
     machine = [device_name(device), torch.__version__, installed_version("transformers"), text_code_hash()]
-    rows = {length: length if length > settings.length else min(length, ROW) for length in asked}  # written in one go
+    rows = {length: min(length, (settings.row or length) if length > settings.length else ROW) for length in asked}
     windows = [(length, count, rows[length]) for length, count in sorted(asked.items())]
     kept = kept_text([name, dict(digests), machine, windows, settings.seed])
     if (found := read_piece(kept, kept.stem)) is not None:
@@ -190,15 +190,19 @@ def hold_out(blocks: TokenBlocks) -> tuple[TokenBlocks, TokenBlocks]:
 
 
 def describe_text(blocks: TokenBlocks, vocabulary: int) -> dict[str, Any]:
-    """Tokens, by window length too, and the share of different runs of four tokens among all of them."""
+    """Tokens, and the share of different runs of four tokens among all of them; both by window length, too."""
     grams = torch.zeros_like(blocks.tokens[:, : 1 - _GRAM])
     for place in range(_GRAM):  # a hash where a vocabulary's fourth power overflows
         grams = grams * vocabulary + blocks.tokens[:, place : blocks.size + place - _GRAM + 1]
-    by_length = {length: len(blocks.of_length(length)) * blocks.size for length in blocks.window_lengths}
+    parts = {length: blocks.of_length(length) for length in blocks.window_lengths}
     return {
         "unique_tokens": blocks.tokens.numel(),
-        "tokens_by_window": by_length,
+        "tokens_by_window": {length: len(part) * blocks.size for length, part in parts.items()},
         "distinct_4grams": len(grams.unique()) / grams.numel(),
+        "distinct_4grams_by_window": {
+            length: len(grams[part.start : part.stop].unique()) / (len(part) * grams.shape[1])
+            for length, part in parts.items()
+        },
     }
 
 

@@ -5,8 +5,15 @@ from mha2mla.kernels.attention_varlen.api import attention_varlen, explain_atten
 from mha2mla.kernels.attention_varlen.causal import causal_attention, explain_causal_attention
 from mha2mla.kernels.gqa_decode.api import explain_gqa_decode, gqa_decode, plan_gqa_decode
 from mha2mla.kernels.mixed_attention.api import gqa_attention, mla_attention
-from mha2mla.kernels.mixed_attention.layout import MAX_DECODE_QUERY_LENGTH, absorbs_up_to, is_absorbed
-from mha2mla.kernels.mixed_attention.plan import MAX_EXPANDED_TOKENS, MixedPlan, plan_gqa_attention, plan_mla_attention
+from mha2mla.kernels.mixed_attention.layout import (
+    FEWEST_EXPANDED,
+    MAX_DECODE_QUERY_LENGTH,
+    MAX_EXPANDED_BYTES,
+    absorbs_up_to,
+    expanded_tokens,
+    is_absorbed,
+)
+from mha2mla.kernels.mixed_attention.plan import MixedPlan, plan_gqa_attention, plan_mla_attention
 from mha2mla.kernels.mla_decode.api import decodes_codes, explain_mla_decode, mla_absorbed, mla_decode, plan_mla_decode
 from mha2mla.kernels.mla_decode.cost import kept_key_bits
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent, quantize_latent
@@ -31,9 +38,10 @@ from mha2mla.kernels.split_kv.choice import MAX_BATCH
 from mha2mla.kernels.split_kv.plan import DecodePlan
 
 __all__ = [
+    "FEWEST_EXPANDED",
     "MAX_BATCH",
     "MAX_DECODE_QUERY_LENGTH",
-    "MAX_EXPANDED_TOKENS",
+    "MAX_EXPANDED_BYTES",
     "MAX_SLOTS",
     "DecodePlan",
     "LatentRope",
@@ -49,6 +57,7 @@ __all__ = [
     "compute_rotary_keys",
     "decodes_codes",
     "dequantize_latent",
+    "expanded_tokens",
     "explain_attention_varlen",
     "explain_causal_attention",
     "explain_gqa_decode",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mha2mla.kernels import MAX_EXPANDED_TOKENS, compile_ahead
+from mha2mla.kernels import FEWEST_EXPANDED, compile_ahead
 from mha2mla.loop.scheduler import Chunk
 from mha2mla.modeling import AttentionStep, BatchModel, PagedCache, SequenceBatch
 from mha2mla.modeling.batch import to_device
@@ -121,7 +121,7 @@ class Runner:
         place = {"page_size": allocator.page_size, "device": self.cache.device}
         rows = dict.fromkeys(self._bucket(1 << n) for n in range(self.max_sequences.bit_length() + 1))
         batches = [SequenceBatch.build([], [], [], num_sequences=count, **place) for count in rows]
-        room = min(MAX_EXPANDED_TOKENS, allocator.num_pages * allocator.page_size)
+        room = min(FEWEST_EXPANDED, allocator.num_pages * allocator.page_size)
         longest = min(max_tokens, room)
         # The last one is long enough for the expanded form, which short prompts do not run.
         prompts = [*((tokens, 0) for tokens in _PROMPTS if tokens <= longest), (longest, room - longest)]

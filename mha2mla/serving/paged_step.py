@@ -20,7 +20,13 @@ import torch
 from torch import Tensor
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH, MAX_EXPANDED_TOKENS, compile_ahead
+from mha2mla.kernels import (
+    FEWEST_EXPANDED,
+    MAX_DECODE_QUERY_LENGTH,
+    MAX_EXPANDED_BYTES,
+    compile_ahead,
+    expanded_tokens,
+)
 from mha2mla.modeling.batch import UniformBatch, uniform_length
 from mha2mla.modeling.cache_layout import PAGE_SIZE, latent_layout
 from mha2mla.modeling.registry import AttentionBackend, AttentionConstants
@@ -219,12 +225,17 @@ class EngineSteps:
         return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def warm_up_batches(max_tokens: int, max_length: int, *, has_codes: bool = False) -> list[tuple[list[int], list[int]]]:
+def warm_up_batches(
+    max_tokens: int, max_length: int, *, has_codes: bool = False, expanded: int = FEWEST_EXPANDED
+) -> list[tuple[list[int], list[int]]]:
     """New tokens, and tokens with the new ones, per sequence: steps that between them launch every kernel that steps
     of at most ``max_tokens`` new tokens and sequences of at most ``max_length`` need, and take the most workspace.
 
     Short queries may come in any step, as what a chunk or a cached prefix left of a prompt; where latents are codes,
     those that are not as many as the first sequence's attend to the largest copy.
+
+    Args:
+        expanded: cached tokens that are expanded at a time.
     """
     lengths = [2**n for n in range(MAX_DECODE_QUERY_LENGTH.bit_length())]  # that kernels are compiled for
     batches = [2**n for n in range(MAX_WARMUP_BATCH.bit_length())]
@@ -240,7 +251,7 @@ def warm_up_batches(max_tokens: int, max_length: int, *, has_codes: bool = False
         mixed.append(min(rest, max_length))
         rest -= mixed[-1]
     # One sequence is longer than what is expanded at a time.
-    longest = [max_length if has_codes else min(max_length, new + MAX_EXPANDED_TOKENS) for new in mixed[1:2]]
+    longest = [max_length if has_codes else min(max_length, new + expanded) for new in mixed[1:2]]
     return [*((each, each) for each in decode), *copied, (mixed, [1, *longest, *mixed[2:]])]
 
 
@@ -249,12 +260,14 @@ def warm_up(
 ) -> None:
     """Compiles a layer's kernels, then runs its :func:`warm_up_batches` over a page of zeros; no cache is written.
 
-    No request should wait for a kernel to be compiled or loaded. Who measures memory meanwhile sees the workspace.
+    No request should wait for a kernel to be compiled or loaded. Who measures memory meanwhile sees the workspace, that
+    of waves of many sequences too, which none of these batches has.
 
     Args:
         tensors: as :meth:`EngineSteps.run` takes them, of the largest step.
     """
     compile_layer(tensors, backend, layer, max_length)
+    tensors["q_pe"].new_empty(MAX_EXPANDED_BYTES, dtype=torch.uint8)  # given back at once
     _run_batches(tensors, backend, layer, max_length)
 
 
@@ -274,8 +287,9 @@ def _run_batches(
     device, most = query.device, query.shape[0]
     steps = EngineSteps([layer], backend, query.dtype, most, device)
     row, has_codes = row_of(layer.geometry, query.dtype), layer.geometry.has_codes
+    expanded = expanded_tokens(layer.geometry, query.dtype.itemsize)
     rows = query.new_zeros(1, PAGE_SIZE, row.width, dtype=row.dtype)
-    for query_lengths, total_lengths in warm_up_batches(most, max_length, has_codes=has_codes):
+    for query_lengths, total_lengths in warm_up_batches(most, max_length, has_codes=has_codes, expanded=expanded):
         tokens, columns = sum(query_lengths), -(-max(total_lengths) // PAGE_SIZE)
         positions = torch.zeros(tokens, dtype=torch.int32, device=device)
         table = positions.new_zeros(len(query_lengths), columns)

@@ -14,6 +14,7 @@ from mha2mla.healing.student import load_models, parameter_groups
 from mha2mla.healing.training import Distillation
 from tests.conversion import tiny
 
+WHY = "the largest at which a first step adds at most a twentieth to the held-out KL"
 WINDOWS = {"length": 32, "long_length": 32, "batch_tokens": 128, "tokens_at_once": 64, "tokens": 1280}
 
 
@@ -109,10 +110,7 @@ def test_heal_measures_its_rate_once(folders, tmp_path, monkeypatch):
     rates = [row["rate"] for row in report.first_steps]
     assert rates == [0.0, *RATES[: len(rates) - 1]] and report.settings.rate == rate_of_little_harm(report.first_steps)
     assert report.trained.held_out_best < report.trained.held_out_before
-    assert (
-        report.lines()["rate"]
-        == f"{report.settings.rate:.3g}, at which a first step adds a twentieth to the held-out KL"
-    )
+    assert report.lines()["rate"] == f"{report.settings.rate:.3g}, {WHY}"
     given = mha2mla.heal(*folders, tmp_path / "given", **keys, rate=report.settings.rate)
     assert given.first_steps == () and given.lines()["rate"] == f"{report.settings.rate:.3g}"
     assert given.weights_sha256 == report.weights_sha256

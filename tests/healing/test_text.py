@@ -53,6 +53,9 @@ def test_the_source_writes_short_and_long_windows_once(source, tmp_path, monkeyp
     monkeypatch.setattr(resume, "_TEXT_CODE", ("geometry.py",))
     made(source, "generated", tmp_path)
     assert len(calls) == 4
+    rows = made(source, "generated", tmp_path, settings=dataclasses.replace(SETTINGS, row=32))
+    assert calls[4:] == [(64, 4, 32), (16, 48, 16)] and rows.lengths == blocks.lengths
+    assert torch.equal(rows.tokens[:12], blocks.tokens[:12]), "short windows are as they were"
 
 
 def test_long_windows_are_not_taken_for_short_ones_as_long(source, tmp_path, monkeypatch):
@@ -122,6 +125,7 @@ def test_description_counts_tokens_and_grams():
     found = text.describe_text(blocks, 152_064)
     assert (found["unique_tokens"], found["tokens_by_window"]) == (16, {4: 8, 8: 8})
     assert found["distinct_4grams"] == 5 / 10  # 1234 2341 3412 4123 and 5555
+    assert found["distinct_4grams_by_window"] == {4: 4 / 5, 8: 1 / 5}
 
 
 def test_perplexity_of_the_source(source):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernels import MAX_EXPANDED_TOKENS, DecodePlan
+from mha2mla.kernels import FEWEST_EXPANDED, DecodePlan
 from mha2mla.kernels.split_kv.choice import SEQLENS_Q
 from mha2mla.modeling import ATTENTION_BACKENDS
 from mha2mla.modeling.batch import uniform_length
@@ -139,7 +139,7 @@ def test_warm_up_batches_need_every_kernel():
     steps = [tuple(queries) for queries, totals in warm_up_batches(512, 100) if queries == totals]
     decode = {(uniform_length(queries, sum(queries)), len(queries)) for queries in steps}
     assert decode >= {(length, batch) for length in SEQLENS_Q for batch in (1, 2, 4, 8, 16, 32, 64)}
-    for most, longest, totals in ((300, 10**6, [1, 299 + MAX_EXPANDED_TOKENS]), (300, 200, [1, 200, 99]), (1, 9, [1])):
+    for most, longest, totals in ((300, 10**6, [1, 299 + FEWEST_EXPANDED]), (300, 200, [1, 200, 99]), (1, 9, [1])):
         assert warm_up_batches(most, longest)[-1][1] == totals
         assert all(sum(queries) <= most for queries, _ in warm_up_batches(most, longest))
         assert sum(warm_up_batches(most, longest)[-1][0]) == most

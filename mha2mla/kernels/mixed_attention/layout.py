@@ -17,9 +17,27 @@ from mha2mla.kernels.split_kv.choice import SEQLENS_Q
 
 MAX_DECODE_QUERY_LENGTH = SEQLENS_Q[-1]
 MAX_GROUP = 2048  # sequences or pieces in one call of the decode op; a plan takes 4096
+FEWEST_EXPANDED = 16384  # cached tokens expanded to keys and values at a time, and more where they fit into
+MAX_EXPANDED_BYTES = 1 << 28  # with what is computed on the way
+_MOST_EXPANDED = 1 << 18  # tokens
 ABSORBS_ALL = -1  # in place of the longest query that is absorbed: all are
 # FLOP in the 27 µs that the host takes for a launch, at the 166 TFLOP/s of absorbed prompts (docs/notes/prefill.md).
 LAUNCH_FLOP = 4_500_000_000
+
+
+def expanded_at_a_time(bytes_per_token: int) -> int:
+    """Cached tokens whose keys and values, of so many bytes each, are made at a time: a wave costs the host as much
+    whatever its tokens are."""
+    return min(_MOST_EXPANDED, max(FEWEST_EXPANDED, MAX_EXPANDED_BYTES // bytes_per_token))
+
+
+def expanded_tokens(geometry: MLAGeometry, itemsize: int) -> int:
+    """:func:`expanded_at_a_time` for queries of ``itemsize`` bytes: a token's latent, keys and values of every head,
+    and in float32 its rotary key before and behind its rotation, where that is computed or dequantised."""
+    heads, rope = geometry.num_up_projection_heads, geometry.num_rope_heads * geometry.qk_rope_head_dim
+    wide = geometry.kv_lora_rank + heads * (geometry.qk_nope_head_dim + geometry.v_head_dim) + rope
+    in_float32 = not geometry.has_rope_cache or geometry.has_key_codes
+    return expanded_at_a_time(itemsize * wide + (8 * rope if in_float32 else 0))
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ from mha2mla.kernels.mixed_attention.layout import (
     Group,
     Wave,
     absorbs_up_to,
+    expanded_at_a_time,
+    expanded_tokens,
     form_costs,
     lay_out,
     saves_launches,
@@ -34,7 +36,6 @@ from mha2mla.kernels.mla_decode.api import plan_mla_decode
 from mha2mla.kernels.rope_append.api import slots_of
 from mha2mla.kernels.split_kv.plan import DecodePlan, check_window
 
-MAX_EXPANDED_TOKENS = 16384  # 256 MiB of keys and values at 32 heads of 128 + 128 in bfloat16
 ALIGNMENT = 32  # elements; tensors packed into one begin at multiples of it, 128 bytes
 
 
@@ -214,7 +215,7 @@ def plan_mla_attention(
     cache_starts: Tensor | None = None,
     window: int | None = None,
     sinks: int = 0,
-    max_expanded_tokens: int = MAX_EXPANDED_TOKENS,
+    max_expanded_tokens: int | None = None,
     num_splits: int | None = None,
     has_padding: bool = True,
     launch_flop: int | None = None,
@@ -237,8 +238,8 @@ def plan_mla_attention(
             not read, but for ``sinks``.
         sinks: the first ``sinks`` tokens of each sequence, from its first visible one on, stay visible (attention
             sinks, arXiv 2309.17453).
-        max_expanded_tokens: cached tokens that are expanded to keys and values at a time, which bounds the workspace
-            to ``max(max_expanded_tokens, longest query)`` tokens of ``lcm(h_kv, G) (d_n + d_r + d_v)`` elements.
+        max_expanded_tokens: cached tokens that are expanded to keys and values at a time, but for one longer query;
+            None: 16,384, or as many as take 256 MiB.
         num_splits: pieces per sequence of the decode op's calls, as in :func:`plan_mla_decode`.
         has_padding: rows of the block table may pad the batch. False spares layers a look for tokens without a page.
         launch_flop: FLOP in the time that a launch takes, by which a batch of short prompts runs the absorbed form;
@@ -254,14 +255,17 @@ def plan_mla_attention(
         raise ValueError(f"qk_rope_head_dim is {qk_rope_head_dim} where rope_cache is {was}; expected one of the two")
     heads, width = num_attention_heads, latent_cache.shape[-1]
     groups, rope = (1, qk_rope_head_dim) if rope_cache is None else rope_cache.shape[2:]
+    pages = latent_cache if rope_cache is None else rope_cache
+    has_key_codes = pages.dtype == torch.int8
     geometry = MLAGeometry(
         heads, groups, width, rope, qk_nope_head_dim, v_head_dim, num_key_value_heads,
-        rope_from_latent=rope_cache is None,
+        rope_from_latent=rope_cache is None, key_bits=8 if has_key_codes else 16,
     )  # fmt: skip
-    pages = latent_cache if rope_cache is None else rope_cache
-    like = latent_cache if pages.dtype == torch.int8 else pages
+    like = latent_cache if has_key_codes else pages
     query = pages.new_empty((), dtype=dtype or like.dtype).expand(heads, width)
     decode_plan = partial(plan_mla_decode, qk_rope_head_dim=rope, latent_dtype=latent_cache.dtype, backend=backend)
+    if max_expanded_tokens is None:
+        max_expanded_tokens = expanded_tokens(geometry, query.dtype.itemsize)
     if launch_flop is None:
         launch_flop = LAUNCH_FLOP if block_table.is_cuda else 0
     return _plan(
@@ -281,7 +285,7 @@ def plan_gqa_attention(
     cache_starts: Tensor | None = None,
     window: int | None = None,
     sinks: int = 0,
-    max_expanded_tokens: int = MAX_EXPANDED_TOKENS,
+    max_expanded_tokens: int | None = None,
     num_splits: int | None = None,
     has_padding: bool = True,
     backend: str | None = None,
@@ -291,7 +295,7 @@ def plan_gqa_attention(
     Args:
         key_cache: [P, page, h_kv, d_k]; only its shape, dtype and device are read, as of ``value_cache``.
         value_cache: [P, page, h_kv, d_v].
-        max_expanded_tokens: cached tokens that are gathered at a time.
+        max_expanded_tokens: cached tokens that are gathered at a time; None as in :func:`plan_mla_attention`.
         block_table, cache_seqlens, lengths, num_attention_heads, cache_starts, window, sinks, num_splits, has_padding,
             backend: as in :func:`plan_mla_attention`.
 
@@ -300,6 +304,9 @@ def plan_gqa_attention(
     """
     check_window(window, sinks)
     query = key_cache.new_empty(()).expand(num_attention_heads, key_cache.shape[3])
+    if max_expanded_tokens is None:
+        elements = key_cache.shape[2] * (key_cache.shape[3] + value_cache.shape[3])
+        max_expanded_tokens = expanded_at_a_time(elements * query.dtype.itemsize)
     decode_plan = partial(plan_gqa_decode, v_head_dim=value_cache.shape[3], backend=backend)
     return _plan(
         decode_plan, query, key_cache, block_table, cache_seqlens, lengths, cache_starts, window, sinks,

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernels import gqa_attention
+from mha2mla.kernels import FEWEST_EXPANDED, expanded_tokens, gqa_attention, plan_mla_attention
 from mha2mla.kernels.mixed_attention.layout import (
     ABSORBS_ALL,
     LAUNCH_FLOP,
@@ -293,3 +293,33 @@ def test_refusals_of_a_plan():
     wrong = replace(problem, batch=replace(problem.batch, lengths=problem.batch.lengths[:2]))
     with pytest.raises(ValueError, match=r"lengths is torch.int32 \(2, 9\) on cpu; expected torch.int32 \(3, 9\)"):
         wrong.plan()
+
+
+@pytest.mark.parametrize(
+    ("geometry", "tokens"),
+    [
+        (MLAGeometry(9, 1, 192, 128, 0, 64, 3, rope_from_latent=True), 2**28 // (2 * (192 + 192 + 128) + 8 * 128)),
+        (MLAGeometry(9, 1, 192, 128, 0, 64, 3, key_bits=8), 2**28 // (2 * (192 + 192 + 128) + 8 * 128)),
+        (MLAGeometry(32, 1, 1024, 64, 64, 128, 8), 2**28 // (2 * (1024 + 8 * 192 + 64))),
+        (MLAGeometry(64, 64, 512, 64, 128, 128, 64), FEWEST_EXPANDED),  # 264 MiB take fewer
+        (MLAGeometry(2, 1, 16, 8, 0, 16, 1), 2**18),
+    ],
+    ids=["computed keys", "8-bit keys", "wide", "the fewest", "the most"],
+)
+def test_tokens_expanded_at_a_time_by_their_bytes(geometry, tokens):
+    assert expanded_tokens(geometry, 2) == tokens
+    cache = torch.empty(1, 64, geometry.kv_lora_rank, dtype=torch.bfloat16)
+    keys = {torch.int8 if geometry.has_key_codes else torch.bfloat16}
+    rope = [torch.empty(1, 64, geometry.num_rope_heads, geometry.qk_rope_head_dim, dtype=dtype) for dtype in keys]
+    given = (
+        torch.zeros(1, 1, dtype=torch.int32),
+        torch.ones(1, dtype=torch.int32),
+        torch.tensor([[1], [0], [0]]).int(),
+    )
+    plan = plan_mla_attention(
+        cache, rope[0] if geometry.has_rope_cache else None, *given,
+        num_attention_heads=geometry.num_attention_heads, num_key_value_heads=geometry.num_up_projection_heads,
+        qk_nope_head_dim=geometry.qk_nope_head_dim, v_head_dim=geometry.v_head_dim,
+        qk_rope_head_dim=None if geometry.has_rope_cache else geometry.qk_rope_head_dim, dtype=torch.bfloat16,
+    )  # fmt: skip
+    assert plan.max_expanded_tokens == tokens
