@@ -52,7 +52,8 @@ class Settings:
         text_tokens: different tokens of text, at most; more training passes over them again.
         length, long_length: tokens of a window; the first divides the second.
         long_share: share of the tokens that stand in long windows.
-        row: tokens that the source writes in one go, of which a long window is put together; None: all of it.
+        row: tokens that the source writes in one go: a longer window is put together of such rows, since a small model
+            that goes on for long repeats itself.
         own_share: share of the tokens, in short windows, that the converted model writes in place of the text's.
         batch_tokens: tokens of an optimizer step, in whole passes; fewer than the preset's for a small budget.
         tokens_at_once: tokens of a forward and backward pass, in whole long windows.
@@ -81,7 +82,7 @@ class Settings:
     latent_rate: float | None = None
     lora_rank: int = 16
     long_share: float = 0.4
-    row: int | None = None
+    row: int = 1024
     own_share: float = 0.0
     checkpointing: When = "auto"
     compile: When = "auto"
@@ -95,8 +96,8 @@ class Settings:
             if value not in words:
                 close = did_you_mean(value, words)
                 raise ValueError(f"{name} is {value!r:.80}; expected one of {', '.join(map(repr, words))}{close}")
-        counts = ("tokens", "text_tokens", "length", "long_length", "batch_tokens", "tokens_at_once")
-        for name in (*counts, "row", "lora_rank", "evaluations"):
+        counts = ("tokens", "text_tokens", "length", "long_length", "row", "batch_tokens", "tokens_at_once")
+        for name in (*counts, "lora_rank", "evaluations"):
             value, least = getattr(self, name), 2 if name in counts else 1
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise ValueError(f"{name} is {value!r:.80}; expected a whole number of at least {least}")

@@ -117,11 +117,11 @@ def _written(
 ) -> list[Tensor]:
     """Windows of each length, as many as ``asked``, that the model in ``folder`` writes, or wrote for an earlier run.
 
-    Long windows are one continuation, or of rows of ``settings.row``; short ones of rows as calibration writes them.
+    Long windows are put together of rows of ``settings.row``; short ones of rows as calibration writes them.
     """
     asked = {length: count for length, count in asked.items() if count}
     machine = [device_name(device), torch.__version__, installed_version("transformers"), text_code_hash()]
-    rows = {length: min(length, (settings.row or length) if length > settings.length else ROW) for length in asked}
+    rows = {length: min(length, settings.row if length > settings.length else ROW) for length in asked}
     windows = [(length, count, rows[length]) for length, count in sorted(asked.items())]
     kept = kept_text([name, dict(digests), machine, windows, settings.seed])
     if (found := read_piece(kept, kept.stem)) is not None:

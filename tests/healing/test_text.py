@@ -45,7 +45,7 @@ def test_the_source_writes_short_and_long_windows_once(source, tmp_path, monkeyp
 
     monkeypatch.setattr(text, "generate_windows", counting)
     blocks = made(source, "generated", tmp_path)
-    assert calls == [(64, 4, 64), (16, 48, 16)], "a long window is one continuation"
+    assert calls == [(64, 4, 64), (16, 48, 16)], "a long window of fewer tokens than a row is one continuation"
     assert blocks.lengths == (16,) * 12 + (64,) * 4 and blocks.tokens.shape == (16, 64)
     monkeypatch.setattr(resume, "_CODE", ("geometry.py",))  # code that does not write it has changed
     again = made(source, "generated", tmp_path)
