@@ -452,7 +452,9 @@ def counting(self, *inputs):
 
 training.Distillation._forward = counting
 report = mha2mla.heal(*folders, text=tiny.some_tokens(48, 32), **json.loads(keys))
-sys.stdout.write(f"{report.trained.steps} {report.trained.tokens} {len(passes)} {report.shared_parameters > 0}\\n")
+done = report.trained
+found = [done.steps, done.tokens, len(passes), report.shared_parameters > 0, report.settings.rate]
+sys.stdout.write(" ".join(map(str, found)) + "\\n")
 """
 FSDP = {
     "ACCELERATE_USE_FSDP": "true",
@@ -461,25 +463,27 @@ FSDP = {
 }
 
 
+def in_two_processes(folders, tmp_path, keys, sharded, end):
+    """A healing to ``tmp_path / "out"`` that pass ``end`` kills, of 0 none."""
+    script = tmp_path / "heals.py"
+    script.write_text(HEALS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [script, *folders, tmp_path / "out", json.dumps(keys), end]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment |= FSDP if sharded else {}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
+
+
 def two_processes_train_as_one(folders, tmp_path, device, sharded, tolerance):
     """Two processes are killed in step 4 of 5 and started again; one process has steps of twice the tokens.
 
     Weights whose gradient is rounding noise move all the same, by AdamW's scaling: what they predict is compared.
     """
-    script, out = tmp_path / "heals.py", tmp_path / "out"
-    script.write_text(HEALS)
-    keys = {"device": device, "progress": False, "keep": "last", "compile": "never", **SMALL}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [script, *folders, out, json.dumps(keys)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    environment |= FSDP if sharded else {}
-    killed, done = (
-        subprocess.run([*command, end], env=environment, capture_output=True, text=True, check=False, timeout=200)
-        for end in ("8", "0")
-    )
+    out, keys = tmp_path / "out", {"device": device, "progress": False, "keep": "last", "compile": "never", **SMALL}
+    killed, done = (in_two_processes(folders, tmp_path, keys, sharded, end) for end in ("8", "0"))
     assert "SIGKILL" in killed.stderr, killed.stderr[-3000:]
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines().count(f"5 1280 4 {not sharded}") == 2, done.stdout
+    assert done.stdout.splitlines().count(f"5 1280 4 {not sharded} 0.003") == 2, done.stdout
     heal(folders, tmp_path / "alone", **{**keys, "batch_tokens": 256})
     ours, alone, before = (tiny.logits(folder, tiny.some_tokens()) for folder in (out, tmp_path / "alone", folders[1]))
     moved, apart = tiny.relative(before, alone), tiny.relative(ours, alone)
@@ -493,6 +497,21 @@ def test_two_processes_train_as_one_with_twice_the_batch(sharded, folders, tmp_p
     if sharded and torch.cuda.is_available():
         pytest.skip("fully_shard takes the GPU where there is one")
     two_processes_train_as_one(folders, tmp_path, "cpu", sharded, tolerance=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True], ids=["data parallel", "FSDP"])
+def test_two_processes_take_one_rate(sharded, folders, tmp_path):
+    """The main process measures it, before anything is wrapped or sharded."""
+    if sharded and torch.cuda.is_available():
+        pytest.skip("fully_shard takes the GPU where there is one")
+    done = in_two_processes(
+        folders, tmp_path, {"device": "cpu", "progress": False, **SMALL, "rate": None}, sharded, "0"
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = (float(line.split()[-1]) for line in done.stdout.splitlines())
+    record = json.loads((tmp_path / "out" / "conversion.json").read_text())["healing"]
+    assert first == second == record["settings"]["rate"] and record["first_steps"][0]["rate"] == 0
 
 
 @pytest.mark.gpu
