@@ -13,7 +13,7 @@ from mha2mla.trial_models import tiny_checkpoint
 def main(source: str | None, work: str) -> None:
     # A real model needs none of these keys: it trains for 15 minutes on text that it writes itself.
     short = {"preset": "minimal", "calibration": {"tokens": 512, "lengths": 64}, "evaluation_tokens": 256}
-    training = {"tokens": 6400, "batch_tokens": 128, "length": 32, "long_length": 32, "rate": 3e-3}
+    training = {"tokens": 6400, "batch_tokens": 128, "length": 32, "long_length": 32}
     if source:
         short, training = {}, {"minutes": 15}
     else:
