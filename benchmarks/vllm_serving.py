@@ -383,11 +383,7 @@ def requests(
         prompts = prompts_of(config.vocab_size, [arguments.tokens_in] * arguments.sequences)
         greedy(llm, prompts[:2], 2)  # warms up
         for name, count in (("prompts_s", 1), ("elapsed_s", arguments.tokens_out)):
-            times = []
-            for _ in range(arguments.runs):
-                begin = time.time()
-                answers = greedy(llm, prompts, count)
-                times.append(time.time() - begin)
+            times, answers = _seconds(llm, prompts, count, arguments.runs)
             row |= {name: min(times), f"{name}_all": times}
         made = sum(len(answer.outputs[0].token_ids) for answer in answers)
         row |= {"requests_s": arguments.sequences / row["elapsed_s"], "tokens_out_s": made / row["elapsed_s"]}
@@ -397,6 +393,16 @@ def requests(
         gc.collect()
         torch.cuda.empty_cache()
     return table.show(f"vLLM {table.environment['vllm']}, whole requests")
+
+
+def _seconds(llm: Any, prompts: list[list[int]], count: int, runs: int) -> tuple[list[float], list[Any]]:
+    """Of each run that answers all prompts with ``count`` tokens; and the last run's answers."""
+    times, answers = [], []
+    for _ in range(runs):
+        begin = time.time()
+        answers = greedy(llm, prompts, count)
+        times.append(time.time() - begin)
+    return times, answers
 
 
 def prompts(
@@ -412,11 +418,7 @@ def prompts(
         llm = engine(folder, **arguments.engine_options(arguments.tokens_in + 1), **cached)
         asked = prompts_of(config.vocab_size, [arguments.tokens_in] * arguments.sequences)
         greedy(llm, asked, 1)  # warms up
-        times = []
-        for _ in range(arguments.runs):
-            begin = time.time()
-            greedy(llm, asked, 1)
-            times.append(time.time() - begin)
+        times, _ = _seconds(llm, asked, 1, arguments.runs)
         with profile(activities=[ProfilerActivity.CUDA]) as kernels:
             greedy(llm, asked, 1)
             torch.cuda.synchronize()

@@ -89,6 +89,13 @@ def _harm(rows: Sequence[dict[str, float]], row: dict[str, float]) -> float:
     return after / before - 1 if math.isfinite(after) and before > 0 else math.inf
 
 
+def said_of(rows: Sequence[dict[str, float]]) -> str:
+    """Why :func:`rate_of_little_harm` is the rate that it is, behind its number."""
+    if _harm(rows, rows[-1]) <= HARM:
+        return "the largest at which a first step adds at most a twentieth to the held-out KL"
+    return "the smallest that was tried: a first step at any adds more than a twentieth to the held-out KL"
+
+
 def rate_of_little_harm(rows: Sequence[dict[str, float]]) -> float:
     """The largest rate whose step adds at most the share :data:`HARM` to the KL; between two that were tried by the
     share's line over the rate's logarithm, and the smallest that was tried where every step adds more.

@@ -18,6 +18,7 @@ from mha2mla.conversion.destination import ShardedWriter
 from mha2mla.conversion.source.files import FileIdentity, copy_files
 from mha2mla.conversion.source.opening import OpenedFolder
 from mha2mla.eval.report import write_json
+from mha2mla.healing.rate import said_of
 from mha2mla.healing.settings import Settings
 from mha2mla.healing.training import Trained
 from mha2mla.modeling.config import CODE_FILES
@@ -106,9 +107,7 @@ class HealingReport:
             f" {trained.held_out_best:.4g} after step {trained.best_step}; step {trained.kept_step} is kept; of"
             f" training {usual:.4g} in the median, at most {largest:.4g} at step {at}",
             **({"better": better} if trained.best_step == 0 else {}),
-            "rate": f"{self.settings.rate:.3g}"
-            + ", the largest at which a first step adds at most a twentieth to the held-out KL"
-            * bool(self.first_steps),
+            "rate": f"{self.settings.rate:.3g}" + (f", {said_of(self.first_steps)}" if self.first_steps else ""),
             "trained": f"{_WHAT[self.settings.train]}, {self.trained_parameters:,} of {self.parameters:,} parameters;"
             f" {trained.tokens:,} tokens in {trained.steps:,} steps, {trained.passes:.2f} passes over"
             f" {text['unique_tokens']:,} of {text['name']}",

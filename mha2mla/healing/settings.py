@@ -52,8 +52,8 @@ class Settings:
         text_tokens: different tokens of text, at most; more training passes over them again.
         length, long_length: tokens of a window; the first divides the second.
         long_share: share of the tokens that stand in long windows.
-        row: tokens that the source writes in one go: a longer window is put together of such rows, since a small model
-            that goes on for long repeats itself.
+        row: tokens of a long window that the source writes in one go: a small model that goes on for long repeats
+            itself. Short windows are put together of rows of 512.
         own_share: share of the tokens, in short windows, that the converted model writes in place of the text's.
         batch_tokens: tokens of an optimizer step, in whole passes; fewer than the preset's for a small budget.
         tokens_at_once: tokens of a forward and backward pass, in whole long windows.
