@@ -95,7 +95,9 @@ def appended():
     mla_append(**given | {"latent_cache": codes, "latent_scale": scale})
     given |= {"k_pe": given["k_pe"][:, :1], "rope_cache": given["rope_cache"][:, :, :1].to(torch.int8)}
     mla_append(**given | {"inv_freq": given["inv_freq"][:1]}, rope_scale=scale)
-    torch.ops.mha2mla.rotate_keys(torch.randn(5, 8), torch.arange(5).int(), torch.rand(4), 1.3, False)  # a GPU's
+    places, inv_freq = torch.arange(5).int(), torch.rand(4)
+    torch.ops.mha2mla.rotate_keys(torch.randn(5, 8), places, inv_freq, 1.3, False)  # a GPU's, as the next
+    torch.ops.mha2mla.rotary_keys(torch.randn(5, 16), torch.randn(8, 16), torch.randn(8), places, inv_freq, 1.3, False)
 
 
 def coded():

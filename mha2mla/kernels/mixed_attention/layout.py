@@ -136,18 +136,20 @@ def form_costs(geometry: MLAGeometry) -> dict[str, FormCost]:
     by W_UV; the expanded form maps each token by both. A rotary key that is computed from the latent costs
     ``2 d_c d_r``: once in the expanded form, in every call of the decode op in the absorbed one.
 
-    Launches of the absorbed form: W_UK, decode, merge, W_UV. Of the expanded one: gathered latents, W_UK if there is
-    one, W_UV, attention, and rotary keys, gathered or computed (product, bias, rotation, cast).
+    Launches of the absorbed form: W_UK if there is one, decode, merge, W_UV. Of the expanded one: gathered latents,
+    W_UK, W_UV, attention, and rotary keys: one kernel gathers or computes them, nine dequantise int8 ones.
     """
     heads, latent, rope = geometry.num_attention_heads, geometry.kv_lora_rank, geometry.qk_rope_head_dim
-    wide = geometry.qk_nope_head_dim + geometry.v_head_dim
+    wide, has_nope = geometry.qk_nope_head_dim + geometry.v_head_dim, geometry.qk_nope_head_dim > 0
     key = 2 * latent * rope if geometry.rope_from_latent else 0
     return {
-        "absorbed": FormCost(2 * heads * (2 * latent + rope), query=2 * heads * latent * wide, call=key, launches=4),
+        "absorbed": FormCost(
+            2 * heads * (2 * latent + rope), query=2 * heads * latent * wide, call=key, launches=3 + has_nope
+        ),
         "expanded": FormCost(
             2 * heads * (wide + rope),
             token=2 * geometry.num_up_projection_heads * latent * wide + key,
-            launches=3 + (geometry.qk_nope_head_dim > 0) + (4 if geometry.rope_from_latent else 1),
+            launches=3 + has_nope + (9 if geometry.has_key_codes else 1),
         ),
     }
 

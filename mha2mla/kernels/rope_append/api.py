@@ -302,7 +302,8 @@ def gqa_append(
 
 
 def compute_rotary_keys(latent: Tensor, rope: LatentRope, positions: Tensor, *, backend: str | None = None) -> Tensor:
-    """:func:`rotary_keys` of many tokens, without gradients, by a product and one kernel in place of twenty.
+    """:func:`rotary_keys` of many tokens, without gradients, by one kernel in place of twenty; of float32 and of odd
+    widths by a product and a rotation.
 
     Args:
         latent: [T, d_c].
@@ -315,11 +316,17 @@ def compute_rotary_keys(latent: Tensor, rope: LatentRope, positions: Tensor, *, 
     """
     if not runs_compiled(backend, latent.device, latent.dtype):
         return rotary_keys(latent, rope, positions)
-    if latent.dtype.itemsize == 2 and latent.dtype == rope.weight.dtype and latent.is_cuda:
-        raw = torch.mm(latent, rope.weight.T, out_dtype=torch.float32).add_(rope.bias)  # products are exact in float32
-    else:
-        raw = F.linear(latent.float(), rope.weight.float(), rope.bias.float())
+    width, columns = rope.weight.shape
+    if latent.dtype == rope.weight.dtype != torch.float32 and serves_widths(columns, width):
+        return _keys_op(latent, rope.weight, rope.bias, positions, rope.inv_freq, rope.scaling, True)
+    raw = F.linear(latent.float(), rope.weight.float(), rope.bias.float())
     return _rotate(raw, rope, positions).to(latent.dtype)
+
+
+def serves_widths(columns: int, width: int) -> bool:
+    """True where the kernel of :func:`compute_rotary_keys` takes latents of ``columns`` and keys of ``width`` numbers:
+    tensor cores and 16-byte copies do."""
+    return columns % 8 == 0 and width % 16 == 0 and width <= 256
 
 
 def _rotate(raw: Tensor, rope: LatentRope, positions: Tensor) -> Tensor:
@@ -475,4 +482,13 @@ _rotation_op = register_kernel(
     lambda raw, positions, inv_freq, scaling: rotate_keys(raw, inv_freq, scaling, positions),
     lambda raw, *_: torch.empty_like(raw),
     "mha2mla.kernels.rope_append.kernel:launch_rotation",
+)
+_keys_op = register_kernel(
+    "rotary_keys(Tensor latent, Tensor weight, Tensor bias, Tensor positions, Tensor inv_freq,"
+    " float attention_scaling, bool compiled) -> Tensor",
+    lambda latent, weight, bias, positions, inv_freq, scaling: rotary_keys(
+        latent, LatentRope(weight, bias, inv_freq, scaling), positions
+    ),
+    lambda latent, weight, *_: latent.new_empty(len(latent), len(weight)),
+    "mha2mla.kernels.rope_append.rotary_keys:launch_rotary_keys",
 )

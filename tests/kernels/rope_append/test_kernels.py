@@ -11,9 +11,11 @@ import torch
 pytest.importorskip("tilelang", reason="TileLang is not installed")
 
 from mha2mla.kernels import append_w_uk, mla_append, rotate_keys
-from mha2mla.kernels.machine import EXACT_PASS_CONFIGS
+from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, Machine
 from mha2mla.kernels.rope_append import kernel
+from mha2mla.kernels.rope_append.api import LatentRope, rotary_keys
 from mha2mla.kernels.rope_append.kernel import AppendShape, make_append_w_uk, make_rope_append
+from mha2mla.kernels.rope_append.rotary_keys import KEY_PASS_CONFIGS, make_rotary_keys
 from mha2mla.kernels.skinny_linear.api import project_heads
 from tests.few import few
 from tests.kernels.compiled import for_cpu, gate
@@ -140,3 +142,22 @@ def test_append_w_uk_equals_both_ops_to_the_bit(shape, inner, kv_heads):
             assert all(torch.equal(*pair) for pair in zip(out, expected, strict=True))
             assert torch.equal(given["latent_cache"], plain["latent_cache"])
             assert not keys or torch.equal(given["rope_cache"], plain["rope_cache"])
+
+
+@pytest.mark.parametrize(("columns", "rope"), [(80, 16), (192, 32)])
+def test_rotary_keys_on_the_cpu_target(columns, rope):
+    """Columns that fill no step, tokens that fill no block, a pair that stands still."""
+    run = for_cpu(make_rotary_keys(columns=columns, rope=rope, dtype="float32", rows=4, machine=Machine(on_cpu=True)))
+    weight, bias, inv_freq = torch.randn(rope, columns) / columns**0.5, torch.randn(rope), torch.rand(rope // 2)
+    inv_freq[-1] = 0
+    for tokens in (1, 4, 11):
+        latent, positions = torch.randn(tokens, columns), torch.randint(0, 1000, (tokens,), dtype=torch.int32)
+        out = torch.full((tokens, rope), torch.nan)
+        run(latent, weight, bias, positions, inv_freq, out, 1.3)
+        exact = rotary_keys(latent, LatentRope(weight, bias, inv_freq, 1.3), positions)
+        torch.testing.assert_close(out, exact, rtol=1e-3, atol=1e-3)  # float32 angles of up to 1,000 radians
+
+
+@pytest.mark.parametrize(("columns", "rope"), [(192, 128), (72, 16)])
+def test_rotary_keys_compile_for_hopper(columns, rope):
+    assert gate(make_rotary_keys(columns=columns, rope=rope, dtype="bfloat16"), KEY_PASS_CONFIGS).spill_bytes == 0

@@ -174,34 +174,46 @@ def test_parts_of_one_projection_are_read_in_place(shape, device):
     assert_right(before, {name: tensor.cpu() for name, tensor in given.items()}, out.cpu())
 
 
-def latent_rope(device="cpu", dtype=torch.bfloat16):
-    """70 latents of 48, parameters of keys of 16 whose last pair stands still, a bias as large as 145, positions."""
-    latent, weight, bias = (torch.randn(*size).to(device, dtype) for size in ((70, 48), (16, 48), (16,)))
+def latent_rope(device="cpu", dtype=torch.bfloat16, tokens=70, columns=48, width=16):
+    """Latents, parameters of keys whose last pair stands still, a bias as large as 145, positions."""
+    sizes = (tokens, columns), (width, columns), (width,)
+    latent, weight, bias = (torch.randn(*size).to(device, dtype) for size in sizes)
     bias[3] = 145
-    inv_freq = (10000.0 ** -torch.rand(8)).to(device)
+    inv_freq = (10000.0 ** -torch.rand(width // 2)).to(device)
     inv_freq[-1] = 0
-    return latent, LatentRope(weight, bias, inv_freq, 1.3), torch.randint(0, 8192, (70,), device=device).int()
+    return latent, LatentRope(weight, bias, inv_freq, 1.3), torch.randint(0, 8192, (tokens,), device=device).int()
 
 
 def test_rotary_keys_of_many_tokens_are_those_of_each(monkeypatch):
-    """By a product and a rotation, whose plain torch stands in for its kernel; nothing else is launched."""
+    """By one kernel, or by a product and a rotation; plain torch stands in for both."""
     latent, rope, positions = latent_rope()
     exact = rotary_keys(latent.double(), replace(rope, weight=rope.weight.double(), bias=rope.bias.double()), positions)
     assert torch.equal(compute_rotary_keys(latent, rope, positions), rotary_keys(latent, rope, positions))
-    asked = []
     monkeypatch.setattr(api, "runs_compiled", lambda *_: True)
-    op = api._rotation_op
-    monkeypatch.setattr(api, "_rotation_op", lambda *given: asked.append(given) or op(*given[:-1], False))
+    asked = []
+    for name in ("_keys_op", "_rotation_op"):
+        op = getattr(api, name)
+        monkeypatch.setattr(
+            api, name, lambda *given, op=op, name=name: asked.append((name, given)) or op(*given[:-1], False)
+        )
     found = compute_rotary_keys(latent, rope, positions)
-    ((raw, *_, compiled),) = asked
-    assert compiled and raw.is_contiguous() and raw.dtype == torch.float32
+    ((name, (*_, compiled)),) = asked
+    assert name == "_keys_op" and compiled
     assert found.dtype == latent.dtype and (found.double() - exact).abs().max() <= exact.abs().max() * 2**-8
+    for odd in (latent[:, :44], latent.float()):  # widths that no tensor core takes, and numbers
+        asked.clear()
+        narrow = replace(rope, weight=rope.weight[:, : odd.shape[1]])
+        found, wanted = compute_rotary_keys(odd, narrow, positions), rotary_keys(odd, narrow, positions)
+        ((name, (raw, *_, compiled)),) = asked
+        assert name == "_rotation_op" and compiled and raw.is_contiguous() and raw.dtype == torch.float32
+        torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rotary_keys_of_many_tokens_on_the_gpu(dtype):
-    latent, rope, positions = latent_rope("cuda", dtype)
+@pytest.mark.parametrize(("tokens", "columns", "width"), [(70, 48, 16), (1, 192, 128), (16384, 512, 64), (300, 44, 16)])
+def test_rotary_keys_of_many_tokens_on_the_gpu(dtype, tokens, columns, width):
+    latent, rope, positions = latent_rope("cuda", dtype, tokens, columns, width)
     exact = rotary_keys(latent.double(), replace(rope, weight=rope.weight.double(), bias=rope.bias.double()), positions)
     found, plain = (
         compute_rotary_keys(latent, rope, positions, backend=backend) for backend in ("tilelang", "reference")
