@@ -14,7 +14,8 @@ from mha2mla.modeling import AttentionStep, BatchModel, PagedCache, SequenceBatc
 from mha2mla.modeling.batch import to_device
 from mha2mla.modeling.captured import Recorder
 
-_PROMPTS = (16, 128, 256)  # tokens of a step, up to which kernels differ
+_PROMPTS = (16, 64, 128, 256)  # tokens of a step, up to which kernels differ
+_RESTS = (2, 4, 8)  # tokens of a prompt behind pages that are cached, up to which decode kernels differ
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,9 @@ class Runner:
         batches = [SequenceBatch.build([], [], [], num_sequences=count, **place) for count in rows]
         room = min(FEWEST_EXPANDED, allocator.num_pages * allocator.page_size)
         longest = min(max_tokens, room)
-        # The last one is long enough for the expanded form, which short prompts do not run.
-        prompts = [*((tokens, 0) for tokens in _PROMPTS if tokens <= longest), (longest, room - longest)]
+        # One is long enough for the expanded form, which short prompts do not run.
+        prompts = [(tokens, 0) for tokens in _PROMPTS if tokens <= longest]
+        prompts += [(longest, room - longest), *((rest, longest - rest) for rest in _RESTS if rest < longest)]
         for tokens, cached in prompts:
             pages = range(-(-(tokens + cached) // allocator.page_size))
             batches.append(SequenceBatch.build([tokens], [cached], [pages], **place))
