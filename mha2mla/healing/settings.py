@@ -23,7 +23,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "length": 512, "long_length": 2048,
         },
         "standard": {
-            "minutes": 15.0, "text_tokens": 1 << 24, "batch_tokens": 1 << 16, "tokens_at_once": 1 << 15,
+            "minutes": 15.0, "text_tokens": 1 << 24, "batch_tokens": 1 << 15, "tokens_at_once": 1 << 15,
             "length": 1024, "long_length": 8192,
         },
         "long": {
