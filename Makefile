@@ -15,8 +15,6 @@ DEMO    ?=
 PYTEST  ?=
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
-# One torch thread per test process: more of them fight for the same cores.
-TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .PHONY: help demo test docs lint format notebook notebook-outputs clean
 
@@ -40,7 +38,7 @@ demo: $(STAMP)
 	$(BIN)/mha2mla demo $(DEMO)
 
 test: $(STAMP)
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST)
 
 docs: $(STAMP)
 	.ci/docs $(BIN)/python

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import os
 import zlib
 
 import pytest
 import torch
+
+# Several test processes share the cores; and some tests fork, whose children would wait for ever for threads of OpenMP.
+torch.set_num_threads(1)
+os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")  # of processes they start
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
