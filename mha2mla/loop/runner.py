@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mha2mla.kernels import FEWEST_EXPANDED, compile_ahead
+from mha2mla.kernels.split_kv.choice import SEQLENS_Q
 from mha2mla.loop.scheduler import Chunk
 from mha2mla.modeling import AttentionStep, BatchModel, PagedCache, SequenceBatch
 from mha2mla.modeling.batch import to_device
 from mha2mla.modeling.captured import Recorder
 
 _PROMPTS = (16, 64, 128, 256)  # tokens of a step, up to which kernels differ
-_RESTS = (2, 4, 8)  # tokens of a prompt behind pages that are cached, up to which decode kernels differ
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Runner:
     ) -> None:
         self.model, self.cache, self.max_pages, self.max_sequences = model, cache, max_pages, max_sequences
         self.last = torch.zeros(max_sequences + 1, dtype=torch.int64, device=cache.device)
-        self._recorder, self.graphs = recorder, {}
+        self._recorder, self.graphs, self._short = recorder, {}, {1}
         self.uncaptured = recorder.explain(cache)
         if cache.device.type != recorder.device_type:
             self.uncaptured = f"the cache is on {cache.device}"
@@ -72,7 +73,16 @@ class Runner:
             return graph.logits, ordered, slots
         batch = self.cache.extend(new)
         ordered, tokens, slots = self._inputs(chunks, batch)
-        return self.model.forward_batch(tokens, self.cache.step(batch)), ordered, slots
+
+        def forward() -> Tensor:
+            return self.model.forward_batch(tokens, self.cache.step(batch))
+
+        # Prompts and rests of prompts of 2 to 8 tokens have kernels of their own, which few loops launch.
+        short = {next(size for size in SEQLENS_Q if size >= count) for count in new.values() if count <= SEQLENS_Q[-1]}
+        if not short <= self._short:
+            self._short |= short
+            self._compile_ahead(forward, *sorted(short))
+        return forward(), ordered, slots
 
     def _bucket(self, count: int) -> int:
         rows = next((size for size in (1, 2, 4, 8) if size >= count), -(-count // 8) * 8)
@@ -109,11 +119,14 @@ class Runner:
 
     def compile(self, max_tokens: int) -> int:
         """Compiles the kernels of steps of at most ``max_tokens`` tokens ahead, where TileLang's cache lacks them;
-        returns how many it lacked."""
+        returns how many it lacked. Those of prompts of 2 to 8 tokens are compiled when the first one comes."""
+        return self._compile_ahead(lambda: self._run_shapes(max_tokens), self.max_sequences, max_tokens)
+
+    def _compile_ahead(self, run: Callable[[], Any], *numbers: int) -> int:
         config, page_size = self.model.config.to_json_string(use_diff=False), self.cache.allocator.page_size
         geometries = [(layer.backend.name, layer.constants) for layer in self.cache.layers]
-        call = ("loop", config, geometries, self.cache.layers[0].dtype, page_size, self.max_sequences, max_tokens)
-        return compile_ahead(self.cache.device, call, lambda: self._run_shapes(max_tokens))
+        call = ("loop", config, geometries, self.cache.layers[0].dtype, page_size, *numbers)
+        return compile_ahead(self.cache.device, call, run)
 
     @torch.inference_mode()
     def _run_shapes(self, max_tokens: int) -> None:
@@ -124,9 +137,8 @@ class Runner:
         batches = [SequenceBatch.build([], [], [], num_sequences=count, **place) for count in rows]
         room = min(FEWEST_EXPANDED, allocator.num_pages * allocator.page_size)
         longest = min(max_tokens, room)
-        # One is long enough for the expanded form, which short prompts do not run.
-        prompts = [(tokens, 0) for tokens in _PROMPTS if tokens <= longest]
-        prompts += [(longest, room - longest), *((rest, longest - rest) for rest in _RESTS if rest < longest)]
+        # The last one is long enough for the expanded form, which short prompts do not run.
+        prompts = [*((tokens, 0) for tokens in _PROMPTS if tokens <= longest), (longest, room - longest)]
         for tokens, cached in prompts:
             pages = range(-(-(tokens + cached) // allocator.page_size))
             batches.append(SequenceBatch.build([tokens], [cached], [pages], **place))

@@ -173,8 +173,10 @@ def test_kernels_are_compiled_before_requests(case, monkeypatch):
     monkeypatch.setattr(runner, "compile_ahead", compile_ahead)
     loop = make_loop(model, max_tokens=128)
     assert loop.compiled == 7 and loop.cache.allocator.num_free == 12
-    prompts = [[16], [64], [96], [2], [4], [8]]  # 12 pages of 8: room for fewer than 128
-    assert shapes == [[1], [1] * 2, [1] * 4, [1] * 5, *prompts]
-    request = loop.add([5, 7, 11], Sampling(6))
-    loop.run()
-    assert request.answer == alone(model, [5, 7, 11], 6)
+    assert shapes == [[1], [1] * 2, [1] * 4, [1] * 5, [16], [64], [96]]  # 12 pages of 8: room for fewer than 128
+    for prompt, more in (([5, 7, 11], [3]), ([5, 7, 11, 13], []), ([5, 7, 11, 13, 17], [5]), ([3] * 9, [])):
+        shapes.clear()
+        request = loop.add(prompt, Sampling(6))
+        loop.run()
+        assert request.answer == alone(model, prompt, 6)
+        assert shapes == [more] * bool(more)  # by the step itself, once for 2, 4 and 8 tokens each

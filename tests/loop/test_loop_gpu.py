@@ -1,13 +1,12 @@
 """The loop on a GPU: decode steps are CUDA graphs, and logits in bfloat16 as right as those of plain transformers."""
 
 import copy
+import logging
 
 import pytest
 import torch
 
-from mha2mla.kernels.machine import listing, note
-from mha2mla.loop import Loop
-from mha2mla.modeling.batch import SequenceBatch
+from mha2mla.loop import Loop, Sampling
 from tests.gpu import no_waits
 from tests.loop.test_loop import traffic
 from tests.modeling import models, test_gpu
@@ -98,16 +97,19 @@ def test_host_reads_only_the_previous_tokens():
             assert len(loop.step()) == 3
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("case", ["latent", "shared"])
-def test_no_prompt_waits_for_a_kernel(case):
+def test_no_prompt_waits_for_one_kernel_after_another(case):
     """Of a conversation: its first message, and what a later one has behind full pages that are shared."""
+    compiled: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: compiled.append(record.getMessage())
     loop = Loop(make(case), num_pages=40, max_sequences=1, max_length=600)
-    place = {"page_size": loop.cache.allocator.page_size, "device": loop.cache.device}
-    for new, cached in ((5, 0), (16, 0), (40, 0), (45, 0), (100, 0), (500, 0), (2, 64), (3, 64), (7, 128), (40, 128)):
-        pages = [range(-(-(new + cached) // place["page_size"]))]
-        batch = SequenceBatch.build([new], [cached], pages, **place)
-        with listing() as kernels:
-            ids = torch.zeros(batch.num_tokens, dtype=torch.int64, device=loop.cache.device)
-            loop.runner.model.forward_batch(ids, loop.cache.step(batch))
-        assert kernels and [kernel.name for kernel in set(kernels) if not note(kernel.digest).exists()] == []
+    logger, prompt = logging.getLogger("tilelang"), [*range(3, 90)] * 6
+    logger.addHandler(handler)
+    try:
+        for length in (500, 5, 16, 40, 45, 100, 66, 67, 72, 201):
+            loop.add(prompt[:length], Sampling(2))
+            loop.run()
+    finally:
+        logger.removeHandler(handler)
+    assert [message for message in compiled if "begins to compile" in message] == []
