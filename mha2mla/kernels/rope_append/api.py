@@ -319,14 +319,17 @@ def compute_rotary_keys(latent: Tensor, rope: LatentRope, positions: Tensor, *, 
     width, columns = rope.weight.shape
     if latent.dtype == rope.weight.dtype != torch.float32 and serves_widths(columns, width):
         return _keys_op(latent, rope.weight, rope.bias, positions, rope.inv_freq, rope.scaling, True)
-    raw = F.linear(latent.float(), rope.weight.float(), rope.bias.float())
+    if latent.dtype.itemsize == 2 and latent.dtype == rope.weight.dtype and latent.is_cuda:
+        raw = torch.mm(latent, rope.weight.T, out_dtype=torch.float32).add_(rope.bias)  # products are exact in float32
+    else:
+        raw = F.linear(latent.float(), rope.weight.float(), rope.bias.float())
     return _rotate(raw, rope, positions).to(latent.dtype)
 
 
 def serves_widths(columns: int, width: int) -> bool:
     """True where the kernel of :func:`compute_rotary_keys` takes latents of ``columns`` and keys of ``width`` numbers:
-    tensor cores and 16-byte copies do."""
-    return columns % 8 == 0 and width % 16 == 0 and width <= 256
+    tensor cores and 16-byte copies do, and the shared memory of every GPU."""
+    return columns % 8 == 0 and width % 16 == 0 and width <= 128
 
 
 def _rotate(raw: Tensor, rope: LatentRope, positions: Tensor) -> Tensor:

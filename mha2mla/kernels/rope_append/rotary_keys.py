@@ -7,14 +7,24 @@ from torch import Tensor
 
 from mha2mla.kernels.machine import BY_ROW, GPU, WARPGROUP, Machine, compiler, make_function
 from mha2mla.kernels.ops import aligned, capability, dtype_name, on_device
+from mha2mla.kernels.split_kv.choice import shared_memory_limit
 
 ROWS, DEPTH = 64, 64  # tokens of a block; columns of a latent in a step
-STAGES = 3
+MOST_STAGES = 3  # steps that are in flight
 # Copies guard their indices, as latents of any width and number need; cos and sin are exact (machine.py).
 KEY_PASS_CONFIGS = {"tl.disable_warp_specialized": True}
 
 
-def make_rotary_keys(*, columns: int, rope: int, dtype: str, rows: int = ROWS, machine: Machine = GPU):
+def stages_of(rope: int, capability: int) -> int:
+    """Steps in flight that a GPU's shared memory has room for beside cos and sin of d_r ``rope``, up to 128: two on
+    compute capability 8.9."""
+    room = shared_memory_limit(capability) - 4 * ROWS * rope
+    return min(MOST_STAGES, room // (2 * DEPTH * (ROWS + rope)))
+
+
+def make_rotary_keys(
+    *, columns: int, rope: int, dtype: str, rows: int = ROWS, stages: int = MOST_STAGES, machine: Machine = GPU
+):
     """A TileLang function ``rotary_keys``; tokens are a run-time value.
 
     Args:
@@ -22,6 +32,7 @@ def make_rotary_keys(*, columns: int, rope: int, dtype: str, rows: int = ROWS, m
         rope: d_r, a multiple of 16.
         dtype: "bfloat16" or "float16" ("float32" on the CPU).
         rows: tokens of a block.
+        stages: steps that are in flight.
 
     The function's arguments: latent [T, d_c], weight [d_r, d_c], bias [d_r], positions [T] int32, inv_freq [d_r / 2]
     float32 and out [T, d_r], all contiguous; scaling float32.
@@ -72,7 +83,7 @@ def make_rotary_keys(*, columns: int, rope: int, dtype: str, rows: int = ROWS, m
             find_angles(call, x * rows, cos, sin)
             for part in list(range(2)):
                 T.fill(sums[part], 0)
-            for k in T.serial(steps) if machine.on_cpu else T.Pipelined(steps, num_stages=min(STAGES, steps)):
+            for k in T.serial(steps) if machine.on_cpu else T.Pipelined(steps, num_stages=min(stages, steps)):
                 load(call.latent, x * rows, k * DEPTH, c_tile, tokens)
                 for part in list(range(2)):
                     load(call.weight, part * half, k * DEPTH, tiles[part], rope)
@@ -97,8 +108,8 @@ def launch_rotary_keys(
     if len(latent) == 0:
         return
     with on_device(latent.device):
-        kernel = compile_rotary_keys(
-            capability(latent.device), columns=latent.shape[1], rope=len(weight), dtype=dtype_name(latent.dtype)
-        )
+        here, (rope, columns) = capability(latent.device), weight.shape
+        static = {"columns": columns, "rope": rope, "dtype": dtype_name(latent.dtype)}
+        kernel = compile_rotary_keys(here, **static, stages=stages_of(rope, here))
         lists = (bias.contiguous(), positions.contiguous(), inv_freq.contiguous())
         kernel(aligned(latent), aligned(weight), *lists, out, scaling)

@@ -13,10 +13,11 @@ pytest.importorskip("tilelang", reason="TileLang is not installed")
 from mha2mla.kernels import append_w_uk, mla_append, rotate_keys
 from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, Machine
 from mha2mla.kernels.rope_append import kernel
-from mha2mla.kernels.rope_append.api import LatentRope, rotary_keys
+from mha2mla.kernels.rope_append.api import LatentRope, rotary_keys, serves_widths
 from mha2mla.kernels.rope_append.kernel import AppendShape, make_append_w_uk, make_rope_append
-from mha2mla.kernels.rope_append.rotary_keys import KEY_PASS_CONFIGS, make_rotary_keys
+from mha2mla.kernels.rope_append.rotary_keys import KEY_PASS_CONFIGS, make_rotary_keys, stages_of
 from mha2mla.kernels.skinny_linear.api import project_heads
+from mha2mla.kernels.split_kv.choice import SHARED_MEMORY
 from tests.few import few
 from tests.kernels.compiled import for_cpu, gate
 from tests.kernels.rope_append.problems import PAGE, PAGES, SHAPES, WITHOUT_KEYS, assert_right, copied, tensors
@@ -158,6 +159,17 @@ def test_rotary_keys_on_the_cpu_target(columns, rope):
         torch.testing.assert_close(out, exact, rtol=1e-3, atol=1e-3)  # float32 angles of up to 1,000 radians
 
 
-@pytest.mark.parametrize(("columns", "rope"), [(192, 128), (72, 16)])
-def test_rotary_keys_compile_for_hopper(columns, rope):
-    assert gate(make_rotary_keys(columns=columns, rope=rope, dtype="bfloat16"), KEY_PASS_CONFIGS).spill_bytes == 0
+@pytest.mark.parametrize(
+    ("columns", "rope", "capability", "stages"), [(192, 128, 90, 3), (72, 16, 90, 3), (192, 128, 89, 2)]
+)
+def test_rotary_keys_compile(columns, rope, capability, stages):
+    """A GPU of 99 KiB of shared memory has room for fewer steps of the widest keys."""
+    assert stages_of(rope, capability) == stages and serves_widths(columns, rope)
+    function = make_rotary_keys(columns=columns, rope=rope, dtype="bfloat16", stages=stages)
+    assert gate(function, KEY_PASS_CONFIGS, capability).spill_bytes == 0
+
+
+def test_every_width_that_is_served_has_room():
+    widths = [width for width in range(2, 300, 2) if serves_widths(512, width)]
+    assert widths == list(range(16, 129, 16))
+    assert all(stages_of(width, capability) >= 2 for width in widths for capability in SHARED_MEMORY)
