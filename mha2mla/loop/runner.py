@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mha2mla.kernels import FEWEST_EXPANDED, compile_ahead
-from mha2mla.kernels.split_kv.choice import SEQLENS_Q
+from mha2mla.kernels import FEWEST_EXPANDED, MAX_DECODE_QUERY_LENGTH, compile_ahead
+from mha2mla.kernels.split_kv.choice import compiled_seqlen
 from mha2mla.loop.scheduler import Chunk
 from mha2mla.modeling import AttentionStep, BatchModel, PagedCache, SequenceBatch
 from mha2mla.modeling.batch import to_device
@@ -78,7 +78,7 @@ class Runner:
             return self.model.forward_batch(tokens, self.cache.step(batch))
 
         # Prompts and rests of prompts of 2 to 8 tokens have kernels of their own, which few loops launch.
-        short = {next(size for size in SEQLENS_Q if size >= count) for count in new.values() if count <= SEQLENS_Q[-1]}
+        short = {compiled_seqlen(count) for count in new.values() if count <= MAX_DECODE_QUERY_LENGTH}
         if not short <= self._short:
             self._short |= short
             self._compile_ahead(forward, *sorted(short))

@@ -107,6 +107,11 @@ SHARED_MEMORY = dict.fromkeys((80, 87), 166912)
 SHARED_MEMORY |= dict.fromkeys((86, 89, 120, 121), 101376) | dict.fromkeys((90, 100, 103), 232448)
 
 
+def compiled_seqlen(tokens: int) -> int:
+    """New tokens, at most 8, of the kernel that serves so many: the next of :data:`SEQLENS_Q`."""
+    return next(size for size in SEQLENS_Q if size >= tokens)
+
+
 def shared_memory_limit(capability: int) -> int:
     """Bytes of shared memory a block may use on a compute capability (90 for Hopper); 99 KiB if unknown.
 

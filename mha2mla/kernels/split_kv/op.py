@@ -25,7 +25,7 @@ from mha2mla.kernels.ops import (
     num_sms,
     register,
 )
-from mha2mla.kernels.split_kv.choice import SEQLENS_Q
+from mha2mla.kernels.split_kv.choice import compiled_seqlen
 from mha2mla.kernels.split_kv.plan import DecodePlan, allocate_plan, check_spans, check_splits, check_window
 
 # Tensors that every op takes behind its own.
@@ -286,7 +286,7 @@ def _empty_lse(like: Tensor, shape: Sequence[int]) -> Tensor:
 
 def compiled_shape(shape: Any) -> Any:
     """The shape whose kernels serve ``shape``: S_q is rounded up to a number that kernels are compiled for."""
-    return replace(shape, seqlen_q=next(size for size in SEQLENS_Q if size >= shape.seqlen_q))
+    return replace(shape, seqlen_q=compiled_seqlen(shape.seqlen_q))
 
 
 @lru_cache(maxsize=4096)
