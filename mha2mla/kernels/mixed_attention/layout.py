@@ -33,7 +33,8 @@ def expanded_at_a_time(bytes_per_token: int) -> int:
 
 def expanded_tokens(geometry: MLAGeometry, itemsize: int) -> int:
     """:func:`expanded_at_a_time` for queries of ``itemsize`` bytes: a token's latent, keys and values of every head,
-    and in float32 its rotary key before and behind its rotation, where that is computed or dequantised."""
+    and in float32 its rotary key before and behind its rotation, where that is dequantised, or computed without a
+    kernel of its own, which is counted for all that is computed."""
     heads, rope = geometry.num_up_projection_heads, geometry.num_rope_heads * geometry.qk_rope_head_dim
     wide = geometry.kv_lora_rank + heads * (geometry.qk_nope_head_dim + geometry.v_head_dim) + rope
     in_float32 = not geometry.has_rope_cache or geometry.has_key_codes
