@@ -97,7 +97,7 @@ def test_host_reads_only_the_previous_tokens():
             assert len(loop.step()) == 3
 
 
-@pytest.mark.parametrize("case", ["latent", "shared"])
+@pytest.mark.parametrize("case", ["latent", "latent by query head", "shared"])
 def test_no_prompt_waits_for_one_kernel_after_another(case):
     """Of a conversation: its first message, and what a later one has behind full pages that are shared."""
     compiled: list[str] = []

@@ -21,6 +21,7 @@ CASES = {
     "latent": {"kv_lora_rank": 96, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64},
     "latent sliding": {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 0},
 }
+CASES["latent by query head"] = {**CASES["latent"], "num_up_projection_heads": 6}  # as gradient steps fit them
 CASES["kept"] = {**CASES["latent"], "rotary_key_cache": "bfloat16"}
 CASES["kept in 8 bits"] = {**CASES["latent"], "rotary_key_cache": "int8"}
 for case, keys in CASES.items():
