@@ -160,7 +160,7 @@ def append_latents(
 def _mla_attend(
     backend: str | None, tensors: Tensors, cache: Tensors, batch: Batch, plan: Plan, constants: AttentionConstants
 ) -> Tensor:
-    q_nope, q_pe = tensors["q_nope"], tensors["q_pe"]
+    q_nope, q_pe, out = tensors["q_nope"], tensors["q_pe"], tensors.get("out")
     rope = None  # where rotary keys are cached in the model's dtype
     if tensors.get("rope_weight") is not None:
         parameters = tensors["rope_weight"], tensors["rope_bias"], tensors["inv_freq"][0]
@@ -175,14 +175,15 @@ def _mla_attend(
     scales = {name: cache.get(name) for name in ("latent_scale", "rope_scale")}
     scales |= {"softmax_scale": constants.softmax_scale}
     if not isinstance(plan, DecodePlan):
-        return mla_attention(q_nope, q_pe, *layer, plan, **scales, rope=rope, backend=backend)
+        return mla_attention(q_nope, q_pe, *layer, plan, **scales, rope=rope, out=out, backend=backend)
     rows, q_latent = plan.shape[:2], tensors.get("q_latent")
-    out = mla_absorbed(
+    made = mla_absorbed(
         q_nope.unflatten(0, rows), q_pe.unflatten(0, rows), *layer, table, batch.cache_seqlens,
         q_latent=None if q_latent is None else q_latent.unflatten(0, rows), cache_starts=batch.cache_starts,
-        plan=plan, centers=centers, **scales, rope=rope, backend=backend,
+        plan=plan, centers=centers, **scales, rope=rope, out=None if out is None else out.unflatten(0, rows),
+        backend=backend,
     )  # fmt: skip
-    return out.flatten(0, 1)
+    return made.flatten(0, 1)
 
 
 def _long(geometry: MLAGeometry | GQAGeometry, page_size: int, dtype: torch.dtype, device: torch.device) -> str | None:

@@ -205,24 +205,30 @@ class EngineSteps:
         return EngineStep(whole, tuple(made))
 
     def run(
-        self, step: EngineStep, layer: AttentionConstants, tensors: Mapping[str, Tensor | None], rows: Tensor
-    ) -> Tensor:
-        """Appends a layer's new tokens, all of them, since sequences may share pages; then attends: [N, H, d_v].
+        self,
+        step: EngineStep,
+        layer: AttentionConstants,
+        tensors: Mapping[str, Tensor | None],
+        rows: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Appends a layer's new tokens, all of them, since sequences may share pages; then attends.
 
         Args:
             tensors: by the backend's names, of the step's tokens.
             rows: the layer's pages [P, page, row].
+            out: [N, H, d_v], written.
         """
         index, cache = self._index[key_of(layer)], cache_views(rows, layer.geometry, self._dtype)
         rotated = self._backend.append(tensors, cache, step.batch, layer)
-        tensors, per_token = {**tensors, **rotated}, {*self._backend.per_token, *rotated}
-        found = []
+        tensors, per_token = {**tensors, **rotated, "out": out}, {*self._backend.per_token, *rotated, "out"}
         for where, call in step.calls:
             mine = tensors
             if len(step.calls) > 1:
                 mine = {n: t[where] if n in per_token and t is not None else t for n, t in tensors.items()}
-            found.append(self._backend.attend(mine, cache, call.batches[index], call.plans[index], layer))
-        return found[0] if len(found) == 1 else torch.cat(found)
+            made = self._backend.attend(mine, cache, call.batches[index], call.plans[index], layer)
+            if made.data_ptr() != mine["out"].data_ptr():
+                mine["out"].copy_(made)
 
 
 def warm_up_batches(
@@ -296,4 +302,4 @@ def _run_batches(
         seqlens = torch.tensor(total_lengths, dtype=torch.int32, device=device)
         step = steps.step(rows, query_lengths, total_lengths, positions, positions - 1, table, seqlens)
         mine = {n: t[:tokens] if n in backend.per_token and t is not None else t for n, t in tensors.items()}
-        steps.run(step, layer, mine, rows)
+        steps.run(step, layer, mine, rows, query.new_empty(tokens, query.shape[1], layer.geometry.v_head_dim))

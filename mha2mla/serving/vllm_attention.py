@@ -164,7 +164,7 @@ class LatentImpl(AttentionImplBase[LatentMetadata]):
             return output.zero_()
         tokens = slice(0, len(attn_metadata.step.batch.positions))
         tensors = self._tensors(layer, query[tokens], key[tokens], value[tokens])
-        output[tokens] = attn_metadata.steps.run(attn_metadata.step, layer.constants, tensors, kv_cache)
+        attn_metadata.steps.run(attn_metadata.step, layer.constants, tensors, kv_cache, output[tokens])
         return output
 
     @staticmethod
@@ -181,7 +181,9 @@ class LatentImpl(AttentionImplBase[LatentMetadata]):
             "inv_freq": layer.inv_freq,
         }
         if geometry.has_key_codes or not geometry.has_rope_cache:
-            tensors["rope_weight"], tensors["rope_bias"] = layer.k_rope_proj.weight, layer.k_rope_proj.bias
+            # As plain tensors: Python looks at every access to one of vLLM's parameters.
+            of_keys = layer.k_rope_proj.weight, layer.k_rope_proj.bias
+            tensors["rope_weight"], tensors["rope_bias"] = (x.as_subclass(Tensor) for x in of_keys)
         if geometry.has_codes:
             tensors["latent_centers"] = layer.latent_centers
             if geometry.has_rope_cache:  # made of what codes give back; here, where no compiler fuses its rounding

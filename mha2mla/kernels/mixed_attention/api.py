@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from mha2mla.kernels.attention_combine import attention_combine
 from mha2mla.kernels.attention_varlen.api import attention_varlen, mla_prefill_varlen
 from mha2mla.kernels.gqa_decode.api import gqa_decode
-from mha2mla.kernels.mixed_attention.layout import Group, Wave
-from mha2mla.kernels.mixed_attention.plan import ChunkPart, GroupPart, MixedPlan, check_lengths
+from mha2mla.kernels.mixed_attention.layout import Wave
+from mha2mla.kernels.mixed_attention.plan import ChunkPart, MixedPlan, check_lengths
 from mha2mla.kernels.mla_decode.api import check_key_codes, mla_absorbed
 from mha2mla.kernels.mla_decode.quantization import CODES, KEY_CODES, dequantize_latent, holds_codes
 from mha2mla.kernels.ops import (
@@ -26,7 +26,6 @@ from mha2mla.kernels.ops import (
     register,
 )
 from mha2mla.kernels.rope_append.api import LatentRope, compute_rotary_keys, kept_keys
-from mha2mla.kernels.split_kv.plan import DecodePlan
 
 MAX_PARTIALS = 8  # partial results held before they are merged
 _MLA = (
@@ -39,6 +38,7 @@ _MLA = (
     Argument("rope.weight", "d_r d_c", optional=True),
     Argument("rope.bias", "d_r", optional=True),
     Argument("rope.inv_freq", "pairs", torch.float32, optional=True),
+    Argument("out", "N H d_v", optional=True),
 )
 _LATENT, _ROPE = (  # by whether they are codes
     {codes: Argument(name, dims, dtype if codes else None, name == "rope_cache") for codes in (False, True)}
@@ -64,6 +64,7 @@ def mla_attention(
     latent_scale: Tensor | None = None,
     rope_scale: Tensor | None = None,
     rope: LatentRope | None = None,
+    out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Causal MLA attention of a ragged batch, queries of any length per sequence, over its paged latent cache.
@@ -93,6 +94,7 @@ def mla_attention(
             expanded form dequantises those that it reads.
         rope: parameters of k_pe in a cache of the latent alone, or of int8 keys: used by the decode op, and for the
             expanded form before it attends. Without ``page_offsets``.
+        out: [N, H, d_v], contiguous, to write into, where no gradient is needed; None allocates.
         backend: "tilelang", "reference", or None: TileLang where it serves the call.
 
     Returns:
@@ -114,7 +116,7 @@ def mla_attention(
     rotation = (None,) * 3 if rope is None else (rope.weight, rope.bias, rope.inv_freq)
     sizes = check_tensors(
         (*_MLA, _ROPE[rope_scale is not None], _LATENT[codes]),
-        (q_pe, q_nope, v_up, k_up, latent_scale, rope_scale, *rotation, rope_cache, latent_cache),
+        (q_pe, q_nope, v_up, k_up, latent_scale, rope_scale, *rotation, out, rope_cache, latent_cache),
         page=plan.page_size,
     )
     if sizes["d_n"] > 0 if k_up is None else sizes["d_n"] == 0:
@@ -122,9 +124,10 @@ def mla_attention(
         raise ValueError(f"k_up is {was}; expected None exactly where q_nope has no columns, and it has {sizes['d_n']}")
     call = (q_nope, q_pe, latent_cache, latent_scale, rope_cache, rope_scale, k_up, v_up)
     if not torch.is_grad_enabled() and in_plain_eager_mode(q_nope):
-        return _mla_attention(*call, rope, plan, softmax_scale, backend)
+        return _mla_attention(*call, rope, plan, softmax_scale, backend, out)
     scaling = 1.0 if rope is None else rope.scaling
-    return _mla_attention_op(*call, *rotation, scaling, *plan.fields(), softmax_scale, backend)
+    made = _mla_attention_op(*call, *rotation, scaling, *plan.fields(), softmax_scale, backend)
+    return made if out is None else out.copy_(made)
 
 
 def gqa_attention(
@@ -177,7 +180,7 @@ def gather_rows(cache: Tensor, rows: Tensor, lost: Tensor) -> Tensor:
         found = flat.index_select(0, rows)
     else:
         found = cache[rows // page, rows % page]
-    return found if not len(lost) else found.masked_fill_(lost.view(-1, *[1] * (found.ndim - 1)), 0)
+    return found if not lost.shape[0] else found.masked_fill_(lost.view(-1, *[1] * (found.ndim - 1)), 0)
 
 
 def _attention(
@@ -188,15 +191,17 @@ def _attention(
     backend: str | None,
     decode: Callable[..., Tensor],
     attend: Callable[..., Any],
+    out: Tensor | None = None,
 ) -> Tensor:
     """A plan's calls, one after another.
 
     Args:
         queries: [N, H, ...]; the first positional arguments of ``decode``.
         width, decoded_width: of the output, and of the decode op's.
-        decode: the decode op; takes a group's block_table, cache_seqlens, cache_starts and plan by name.
+        decode: the decode op; takes a group's block_table, cache_seqlens, cache_starts, plan and ``out`` by name.
         attend: (tokens of the batch, ChunkPart, cu_seqlens_q, cu_seqlens_k, longest query), and by name ``causal``,
             ``out`` [tokens, H, d_v] and ``return_lse`` -> out, or out and lse [H, tokens].
+        out: [N, H, width], contiguous; None: allocated.
 
     Returns:
         [N, H, width], zero where no sequence's tokens are.
@@ -209,31 +214,32 @@ def _attention(
         raise ValueError(f"the query has {tokens} tokens; expected at least {used}, those of the plan's sequences")
     limits = {"window": None if plan.window < 0 else plan.window, "sinks": plan.sinks}
 
-    def decoded(group: Group, part: GroupPart) -> Tensor:
+    def decoded(index: int, into: Tensor | None) -> Tensor:
+        """Results of a group: in ``into`` [tokens, H, width], where that is given."""
+        group, part = layout.groups[index], groups[index]
         rows = (len(group.rows), group.seqlen_q)
         own = slice(group.first_token, group.first_token + rows[0] * rows[1])
         taken = [x[own] if part.tokens is None else x.index_select(0, part.tokens) for x in queries]
-        decode_plan = DecodePlan(
-            (*rows, heads, decoded_width), plan.capacity, True, **limits, schedule=part.schedule, splits=part.splits,
-            partial_out=part.partial_out, partial_lse=part.partial_lse,
-        )  # fmt: skip
         values = decode(
             *[x.unflatten(0, rows) for x in taken], block_table=part.block_table, cache_seqlens=part.cache_seqlens,
-            cache_starts=part.cache_starts, plan=decode_plan,
+            cache_starts=part.cache_starts, plan=plan.decode_plan(index, heads, decoded_width),
+            out=None if into is None else into.unflatten(0, rows),
         ).flatten(0, 1)  # fmt: skip
         return values if part.sources is None else values.index_select(0, part.sources)
 
     if len(groups) == 1 and not waves and used == tokens:  # results are the batch's, in its order
-        return decoded(layout.groups[0], groups[0])
-    out = queries[0].new_empty(tokens, heads, width)
+        overlap = groups[0].sources is not None
+        values = decoded(0, None if overlap else out)
+        return out.copy_(values) if overlap and out is not None else values
+    if out is None:
+        out = queries[0].new_empty(tokens, heads, width)
     if used < tokens:
         out[used:].zero_()
-    for group, part in zip(layout.groups, groups, strict=True):
-        values = decoded(group, part)
+    for index, (group, part) in enumerate(zip(layout.groups, groups, strict=True)):
         if part.targets is None:
-            out[group.first_token : group.first_token + len(values)] = values
+            decoded(index, out[group.first_token :][: len(group.rows) * group.seqlen_q])
         else:  # pieces overlap; of two results always the same one is written
-            out.index_copy_(0, part.targets.long(), values)
+            out.index_copy_(0, part.targets.long(), decoded(index, None))
     if plan.window >= 0:
         attend = partial(attend, **limits)
     for wave, (cu_seqlens_q, chunks) in zip(layout.waves, waves, strict=True):
@@ -269,7 +275,7 @@ def _attend_wave(
 def _mla_attention(
     q_nope: Tensor, q_pe: Tensor, latent_cache: Tensor, latent_scale: Tensor | None, rope_cache: Tensor | None,
     rope_scale: Tensor | None, k_up: Tensor | None, v_up: Tensor, rope: LatentRope | None, plan: MixedPlan,
-    softmax_scale: float, backend: str | None,
+    softmax_scale: float, backend: str | None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     decode = partial(
         mla_absorbed, latent_cache=latent_cache, rope_cache=rope_cache, k_up=k_up, v_up=v_up,
@@ -288,13 +294,13 @@ def _mla_attention(
             k_pe = kept_keys(codes, scale, rope, part.positions, q_pe.dtype, backend=backend)[:, None]
         else:
             k_pe = compute_rotary_keys(latent, rope, part.positions, backend=backend)[:, None]
-        k_nope = k_pe.new_empty(len(latent), v_up.shape[0], 0) if k_up is None else expand(latent, k_up)
+        k_nope = k_pe.new_empty(latent.shape[0], v_up.shape[0], 0) if k_up is None else expand(latent, k_up)
         return mla_prefill_varlen(
             q_nope[tokens], q_pe[tokens], k_nope, k_pe, expand(latent, v_up), *bounds, softmax_scale=softmax_scale,
             backend=backend, **options,
         )  # fmt: skip
 
-    return _attention((q_nope, q_pe), v_up.shape[1], latent_cache.shape[-1], plan, backend, decode, attend)
+    return _attention((q_nope, q_pe), v_up.shape[1], latent_cache.shape[-1], plan, backend, decode, attend, out)
 
 
 def _gqa_attention(

@@ -272,12 +272,11 @@ def saves_launches(
 
 
 def _group_launches(costs: dict[str, FormCost], layout: BatchLayout) -> int:
-    """Of all groups, with gathers of pieces that overlap (two of queries, one of results) and copies of results, which
-    a batch of one call spares."""
+    """Of all groups, with gathers of pieces that overlap (two of queries, one of results) and what writes their results
+    to the batch's, two, which a batch of one call spares."""
     is_one_call = len(layout.groups) == 1 and not layout.waves
     overlap = sum(group.first_token < 0 for group in layout.groups)
-    copies = 0 if is_one_call else len(layout.groups) + overlap
-    return len(layout.groups) * costs["absorbed"].launches + 3 * overlap + copies
+    return len(layout.groups) * costs["absorbed"].launches + (3 if is_one_call else 5) * overlap
 
 
 def _chunks(spans: list[tuple[int, int, int]], queries: tuple[int, ...], limit: int) -> tuple[Chunk, ...]:

@@ -152,6 +152,23 @@ class MixedPlan:
         ]
         return Parts(layout, groups, waves)
 
+    @cached_property
+    def _decode_plans(self) -> dict[tuple[int, int, int], DecodePlan]:
+        return {}
+
+    def decode_plan(self, index: int, heads: int, width: int) -> DecodePlan:
+        """Of the call of the ``index``-th group, with results of ``width`` numbers a head. The same for all layers: a
+        call like one before needs few checks (``DecodePlan.memory``)."""
+        key = (index, heads, width)
+        if key not in self._decode_plans:
+            group, part = self.parts.layout.groups[index], self.parts.groups[index]
+            self._decode_plans[key] = DecodePlan(
+                (len(group.rows), group.seqlen_q, heads, width), self.capacity, True,
+                None if self.window < 0 else self.window, self.sinks, part.schedule, part.splits, part.partial_out,
+                part.partial_lse,
+            )  # fmt: skip
+        return self._decode_plans[key]
+
     def refresh(self) -> None:
         """Plans again, in place, for the batch's own tensors as they are now: after :meth:`SequenceBatch.copy_`, inside
         a CUDA graph or before its replay.

@@ -264,6 +264,7 @@ def mla_absorbed(
     centers: Tensor | None = None,
     rope: LatentRope | None = None,
     plan: DecodePlan | None = None,
+    out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """:func:`mha2mla.kernels.mla_attention` of sequences that all bring S_q <= 8 new tokens, in the absorbed form.
@@ -279,6 +280,7 @@ def mla_absorbed(
             :func:`mha2mla.kernels.mla_attention`.
         block_table, cache_seqlens, softmax_scale, cache_starts, centers, plan, backend: as in
             :func:`mha2mla.kernels.mla_decode`.
+        out: [B, S_q, H, d_v], contiguous, to write into, where no gradient is needed; None allocates.
 
     Returns:
         [B, S_q, H, d_v].
@@ -293,16 +295,18 @@ def mla_absorbed(
         q_latent = _up_project(q_nope, k_up, is_plain=is_plain)
     through = None
     if is_plain and serves_w_uv(q_latent, latent_cache, v_up, block_table, plan):
-        through = v_up, q_latent.new_empty(*q_latent.shape[:3], v_up.shape[1])
+        through = v_up, q_latent.new_empty(*q_latent.shape[:3], v_up.shape[1]) if out is None else out
     op, data, numbers = _chosen(q_latent, q_pe, latent_cache, rope_cache, rope, latent_scale, rope_scale, centers)
     call = (block_table, cache_seqlens, cache_starts, softmax_scale, True, backend, plan)
-    out = op(data, *call, out=None, return_lse=False, numbers=numbers, through=through)
+    made = op(data, *call, out=None, return_lse=False, numbers=numbers, through=through)
     if through is not None:
         return through[1]
-    return _up_project(out, v_up, transposed=True, is_plain=is_plain)
+    return _up_project(made, v_up, transposed=True, is_plain=is_plain, out=out)
 
 
-def _up_project(x: Tensor, weight: Tensor, transposed: bool = False, is_plain: bool = False) -> Tensor:
+def _up_project(
+    x: Tensor, weight: Tensor, transposed: bool = False, is_plain: bool = False, out: Tensor | None = None
+) -> Tensor:
     """x [B, S, H, i] times weight [k, i, o], or [k, o, i], of H / k heads each: [B, S, H, o].
 
     Products that need no gradient read x where it lies and write the result where it is to lie, heads side by side:
@@ -312,14 +316,16 @@ def _up_project(x: Tensor, weight: Tensor, transposed: bool = False, is_plain: b
     count = weight.shape[0]
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
         equation = "bskri,koi->bskro" if transposed else "bskri,kio->bskro"
-        return torch.einsum(equation, x.unflatten(2, (count, -1)), weight).flatten(2, 3)
+        made = torch.einsum(equation, x.unflatten(2, (count, -1)), weight).flatten(2, 3)
+        return made if out is None else out.copy_(made)
     few = is_plain and serves_few_tokens(x, weight, transposed)
     if few or (batch * tokens > 1 and x.is_cuda and in_plain_eager_mode(x) and serves_heads(x, weight, transposed)):
-        return project_heads(x, weight, transposed=transposed)
+        return project_heads(x, weight, transposed=transposed, out=out)
     if batch * tokens > 1 and count < heads:
         weight = weight[:, None].expand(-1, heads // count, -1, -1).flatten(0, 1)
     weight = weight.mT if transposed else weight
-    out = x.new_empty(batch, tokens, heads, weight.shape[2])
+    if out is None:
+        out = x.new_empty(batch, tokens, heads, weight.shape[2])
     if weight.shape[0] < heads:
         torch.bmm(x.view(count, heads // count, -1), weight, out=out.view(count, heads // count, -1))
     else:

@@ -492,6 +492,6 @@ _keys_op = register_kernel(
     lambda latent, weight, bias, positions, inv_freq, scaling: rotary_keys(
         latent, LatentRope(weight, bias, inv_freq, scaling), positions
     ),
-    lambda latent, weight, *_: latent.new_empty(len(latent), len(weight)),
+    lambda latent, weight, *_: latent.new_empty(latent.shape[0], weight.shape[0]),
     "mha2mla.kernels.rope_append.rotary_keys:launch_rotary_keys",
 )

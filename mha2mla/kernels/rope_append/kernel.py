@@ -442,7 +442,9 @@ def _operands(
     if not width:
         row_cache = nothing.as_strided((pages, page_size, 1), (0, 0, 1)) if scale else rope_cache[:, :, :1]
     vector, dtype = vector_of(rows, keys, query, row_cache, rope_cache, out), dtype_name(query.dtype)
-    shape = AppendShape(heads, groups, width, rope, len(inv_freq), page_size, dtype, interleaved, vector, bool(scale))
+    shape = AppendShape(
+        heads, groups, width, rope, inv_freq.shape[0], page_size, dtype, interleaved, vector, bool(scale)
+    )
     lists = (positions.contiguous(), slots.contiguous(), inv_freq.contiguous())
     return shape, (rows, keys, query, *lists, row_cache, rope_cache, *scale, out, attention_scaling)
 
@@ -451,7 +453,7 @@ def launch_rope_append(*call: Any) -> None:
     """Run the kernel; arguments as the op ``rope_append`` takes them, then the output. Rows alone are written where
     the others are empty, or keys alone, or nothing and only queries are rotated."""
     query = call[2]
-    if len(query) == 0:
+    if query.shape[0] == 0:
         return
     with on_device(query.device):
         shape, operands = _operands(*call)
@@ -482,7 +484,7 @@ def launch_append_w_uk(call: tuple[Any, ...], x: Tensor, k_up: Tensor, mapped: T
     """Run the kernel; ``call`` as of :func:`launch_rope_append`, the others as of ``make_append_w_uk``."""
     with on_device(x.device):
         shape, operands = _operands(*call)
-        kernel = compile_append_w_uk(capability(x.device), shape=shape, kv_heads=len(k_up), inner=x.shape[2])
+        kernel = compile_append_w_uk(capability(x.device), shape=shape, kv_heads=k_up.shape[0], inner=x.shape[2])
         kernel(*operands, with_dense_rows(x), k_up, mapped)
 
 

@@ -105,7 +105,7 @@ def launch_rotary_keys(
     latent: Tensor, weight: Tensor, bias: Tensor, positions: Tensor, inv_freq: Tensor, scaling: float, out: Tensor
 ) -> None:
     """Run the kernel: latent [T, d_c] at ``positions`` [T] by W_KR ``weight`` [d_r, d_c]."""
-    if len(latent) == 0:
+    if latent.shape[0] == 0:
         return
     with on_device(latent.device):
         here, (rope, columns) = capability(latent.device), weight.shape

@@ -78,16 +78,17 @@ _skinny_linear_op = register_kernel(
 )
 
 
-def project_heads(x: Tensor, weight: Tensor, *, transposed: bool = False) -> Tensor:
+def project_heads(x: Tensor, weight: Tensor, *, transposed: bool = False, out: Tensor | None = None) -> Tensor:
     """x [..., tokens, H, i] by a weight [k, i, o], or with ``transposed`` [k, o, i], for each H / k heads: [..., H, o].
 
     W_UK, or transposed W_UV (DeepSeek-V2, arXiv 2405.04434, 2.1), rounded once. By the kernel for few tokens where
     :func:`serves_few_tokens`, else by the one that :func:`serves_heads`: weights are not repeated, x is read where it
-    lies, and the kernel begins while the one before ends.
+    lies, and the kernel begins while the one before ends. Into ``out`` of that shape, contiguous, where it is given.
     """
     from mha2mla.kernels.skinny_linear import up_projections as kernels
 
-    out = x.new_empty(*x.shape[:-1], weight.shape[1 if transposed else 2])
+    if out is None:
+        out = x.new_empty(*x.shape[:-1], weight.shape[1 if transposed else 2])
     if not serves_few_tokens(x, weight, transposed):
         kernels.launch_up_projection(x, weight, out, transposed)
     elif transposed:

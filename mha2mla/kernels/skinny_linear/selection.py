@@ -65,13 +65,14 @@ def serves_few_tokens(x: Tensor, weight: Tensor, transposed: bool = False) -> bo
     heads, inner = x.shape[-2:]
     if x.numel() > W_UK_TOKENS * heads * inner:  # a prompt, first of all: every layer asks
         return False
-    if not (x.is_cuda and x.dtype in DTYPES and x.numel() and len(weight)) or capability(x.device) < 80:
+    maps = weight.shape[0]  # len() of a tensor is Python's
+    if not (x.is_cuda and x.dtype in DTYPES and x.numel() and maps) or capability(x.device) < 80:
         return False
     if transposed:
-        fits = len(weight) == heads and x.numel() <= HEAD_ROWS * heads * inner and inner <= HEAD_COLUMNS
+        fits = maps == heads and x.numel() <= HEAD_ROWS * heads * inner and inner <= HEAD_COLUMNS
         fits = fits and inner % COLUMN_STEP == 0 and weight.shape[1] % OUTPUT_STEP == 0
     else:
-        fits = heads % len(weight) == 0 and x.numel() <= W_UK_TOKENS * heads * inner and inner <= W_UK_ROWS
+        fits = heads % maps == 0 and x.numel() <= W_UK_TOKENS * heads * inner and inner <= W_UK_ROWS
         fits = fits and weight.shape[2] % WIDTH_STEP == 0
     return fits and weight.is_contiguous() and weight.data_ptr() % ALIGNMENT == 0
 
@@ -80,7 +81,7 @@ def serves_heads(x: Tensor, weight: Tensor, transposed: bool = False) -> bool:
     """True where the kernel for any number of tokens serves these; of many tokens and a weight a head cuBLAS is as
     fast."""
     heads, inner = x.shape[-2:]
-    outer = weight.shape[1 if transposed else 2]
+    maps, outer = weight.shape[0], weight.shape[1 if transposed else 2]
     return (
         x.is_cuda
         and x.dtype in DTYPES
@@ -88,8 +89,8 @@ def serves_heads(x: Tensor, weight: Tensor, transposed: bool = False) -> bool:
         and x.stride(-1) == 1
         and not any(stride % 8 for stride in x.stride()[:-1])
         and x.data_ptr() % ALIGNMENT == 0
-        and heads // len(weight) <= GROUP
-        and (len(weight) < heads or x.numel() <= GROUP * heads * inner)
+        and heads // maps <= GROUP
+        and (maps < heads or x.numel() <= GROUP * heads * inner)
         and inner % 16 == 0
         and outer % WIDTH_STEP == 0
         and weight.is_contiguous()

@@ -348,8 +348,8 @@ def launch_up_projection(x: Tensor, weight: Tensor, out: Tensor, transposed: boo
     x, out = x.flatten(0, -3), out.view(-1, *out.shape[-2:])
     tokens, heads, inner = x.shape
     _launch(
-        compile_up_projection, x, weight, out, heads=heads, groups=len(weight), inner=inner, outer=out.shape[2],
-        transposed=transposed, rows=FEW_ROWS if tokens * heads <= FEW_ROWS * len(weight) else GROUP,
+        compile_up_projection, x, weight, out, heads=heads, groups=weight.shape[0], inner=inner, outer=out.shape[2],
+        transposed=transposed, rows=FEW_ROWS if tokens * heads <= FEW_ROWS * weight.shape[0] else GROUP,
     )  # fmt: skip
 
 
@@ -357,7 +357,7 @@ def launch_w_uk(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """Run the kernel over tokens [..., N, H, inner]."""
     x, out = with_dense_rows(x.flatten(0, -3)), out.view(-1, *out.shape[-2:])
     _, heads, inner = x.shape
-    _launch(compile_w_uk, x, weight, out, heads=heads, groups=len(weight), inner=inner, outer=out.shape[2])
+    _launch(compile_w_uk, x, weight, out, heads=heads, groups=weight.shape[0], inner=inner, outer=out.shape[2])
 
 
 def launch_w_uv(x: Tensor, weight: Tensor, out: Tensor) -> None:

@@ -121,11 +121,11 @@ class Problem:
             **({"qk_rope_head_dim": w.rope} if w.from_latent else {}), **options,
         )  # fmt: skip
 
-    def run(self, plan=None, backend=None, **options):
+    def run(self, plan=None, backend=None, out=None, **options):
         plan = self.plan(backend=backend, **options) if plan is None else plan
         return mla_attention(
             self.q_nope, self.q_pe, self.latent_cache, self.rope_cache, self.k_up, self.v_up, plan,
-            softmax_scale=SCALE, backend=backend, rope=self.rope, rope_scale=self.rope_scale,
+            softmax_scale=SCALE, backend=backend, rope=self.rope, rope_scale=self.rope_scale, out=out,
         )  # fmt: skip
 
     def keys(self):

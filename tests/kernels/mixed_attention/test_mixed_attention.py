@@ -125,6 +125,20 @@ def test_smallest_batches(lengths):
     assert error(out, problem.exact()) < 2e-6
 
 
+@pytest.mark.parametrize("launch_flop", [0, 10**12])
+@pytest.mark.parametrize("lengths", [([1, 1], [5, 9]), ([3, 1, 40], [5, 9, 0]), ([40, 16], [3, 0]), ([13], [0])])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_results_lie_where_they_are_to_lie(lengths, launch_flop, gradients):
+    """Of a call, of several, of pieces that overlap, and of padding."""
+    problem = Problem.make(WIDTHS["from the latent"], lengths, dtype=torch.float64)
+    plan = problem.plan(launch_flop=launch_flop)
+    room = problem.q_pe.new_full((len(problem.q_pe) + 2, problem.widths.heads, problem.v_up.shape[1]), torch.nan)
+    with torch.set_grad_enabled(gradients):
+        out = problem.run(plan, out=room[1:-1])
+    assert out.data_ptr() == room[1].data_ptr() and room[[0, -1]].isnan().all()
+    assert torch.equal(room[1:-1], problem.run(plan))
+
+
 def test_padding_rows_are_zero_and_touch_nothing():
     problem = Problem.make(WIDTHS["per group"], ([1, 1], [9, 20]), rows=5)
     out = problem.run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from mha2mla.kernels.mixed_attention.layout import (
     lay_out,
     saves_launches,
 )
+from mha2mla.kernels.split_kv.op import PagedOp
 from tests.kernels.mixed_attention.problems import (
     SCALE,
     WIDTHS,
@@ -103,7 +105,8 @@ SMALL = {computed: MLAGeometry(9, 1, 192, 128, 64, 64, 3, rope_from_latent=compu
         (True, [509], False),  # pieces overlap: no launch less
         (True, [512] * 2, False),  # launches are the batch's, FLOP each sequence's
         (True, [128] * 8, True),
-        (True, [1, 128], False),  # beside a sequence that decodes a copy more
+        (True, [1, 512], True),  # a call of its own for what decodes, in both
+        (True, [1, 509], False),
         (False, [1200], True),
         (False, [128], True),
         (False, [127], False),
@@ -120,7 +123,7 @@ def test_short_prompts_are_absorbed_to_save_launches(computed, lengths, saves):
     assert both[0].waves and not both[1].waves
     assert saves_launches(costs, *both) is saves
     flop = [sum(costs[form].flops(length, 0) for length in lengths if length > 8) for form in ("absorbed", "expanded")]
-    assert saves_launches(costs, *both, launch_flop=flop[0]) is all(length % 8 == 0 for length in lengths)
+    assert saves_launches(costs, *both, launch_flop=flop[0]) is all(length % 8 == 0 for length in lengths if length > 8)
     assert not saves_launches(costs, *both, launch_flop=0)
     assert round(LAUNCH_FLOP / 166e12, 6) == 27e-6
 
@@ -167,6 +170,40 @@ def test_forms_launch_as_many_kernels_as_counted(keys, length):
         expected = costs[form].launches + 3 * (form == "absorbed" and length == 250)
         assert len(kernels) == expected, kernels
         assert error(out, problem.exact()) < 2e-2
+
+
+def test_layers_share_the_plan_of_a_decode_call(monkeypatch):
+    """Whose memory spares later layers the checks of the first."""
+    problem, seen, decode = Problem.make(WIDTHS["from the latent"], ([1, 40], [5, 0])), [], PagedOp.__call__
+
+    def call(op, *arguments, **options):
+        seen.append(arguments[7])
+        return decode(op, *arguments, **options)
+
+    assert inspect.getfullargspec(decode).args[8] == "plan"
+    monkeypatch.setattr(PagedOp, "__call__", call)
+    plan = problem.plan()
+    with torch.no_grad():
+        for _ in range(3):
+            problem.run(plan)
+        problem.run(replace(plan))
+    assert [each is seen[0] for each in seen] == [True] * 3 + [False]
+
+
+@pytest.mark.gpu
+def test_a_sequence_that_decodes_beside_a_prompt_costs_no_copy():
+    widths = Widths(9, 3, 1, 192, 128, 64, 64, 64)
+    problem = Problem.make(widths, ([1, 256], [300, 0]), torch.bfloat16, "cuda")
+    plan = problem.plan(launch_flop=0, has_padding=False)
+    assert layout_of(plan).waves
+    with torch.no_grad():
+        problem.run(plan)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            problem.run(plan)
+            torch.cuda.synchronize()
+    kernels = [each.name for each in profile.events() if each.device_type == torch.autograd.DeviceType.CUDA]
+    costs = form_costs(MLAGeometry(9, 1, 192, 128, 64, 64, 3))
+    assert len(kernels) == sum(cost.launches for cost in costs.values()), kernels
 
 
 @pytest.mark.parametrize("name", ["per group", "from the latent"])
