@@ -131,13 +131,15 @@ class Kernel:
 _LISTED: ContextVar[list[Kernel] | None] = ContextVar("_LISTED", default=None)
 _RECIPE: ContextVar[tuple[str, tuple, dict] | None] = ContextVar("_RECIPE", default=None)
 _KEPT: list[Any] = []  # caches of what is compiled
+_MADE: dict[Any, Any] = {}  # what a listing made, by its recipe, until it is launched
 
 
 @contextmanager
 def listing() -> Iterator[list[Kernel]]:
     """Inside, kernels are listed in place of compiled, and launches do nothing: their outputs are not filled.
 
-    All kernels are listed, those that ran before too, which must not read what others did not fill.
+    All kernels are listed, those that ran before too, which must not read what others did not fill. A first launch
+    afterwards compiles, or loads, the function that was listed: making one again takes some 60 ms.
     """
     kernels: list[Kernel] = []
     _forget_compiled()
@@ -199,16 +201,32 @@ def compile_for(function, capability: int, pass_configs: dict = PASS_CONFIGS) ->
     return listed[-1]
 
 
+def _loaded(made: Any) -> Any:
+    """What a function returns in a listing, as it returns it otherwise."""
+    if isinstance(made, Kernel):
+        return made.compiled()
+    return tuple(map(_loaded, made)) if type(made) is tuple else made
+
+
 def compiled_once(function: Callable[..., Any]) -> Callable[..., Any]:
     """:func:`functools.cache` of a function that compiles kernels, known by the module and name that it has."""
 
     @wraps(function)
     def compile_noted(*arguments: Any, **static: Any) -> Any:
-        token = _RECIPE.set((f"{function.__module__}:{function.__qualname__}", arguments, static))
+        name = f"{function.__module__}:{function.__qualname__}"
+        call = name, arguments, tuple(sorted(static.items()))
+        if _LISTED.get() is None and call in _MADE:
+            loaded = _loaded(_MADE[call])
+            _MADE.pop(call, None)
+            return loaded
+        token = _RECIPE.set((name, arguments, static))
         try:
-            return function(*arguments, **static)
+            made = function(*arguments, **static)
         finally:
             _RECIPE.reset(token)
+        if _LISTED.get() is not None:
+            _MADE[call] = made
+        return made
 
     _KEPT.append(cache(compile_noted))
     return _KEPT[-1]

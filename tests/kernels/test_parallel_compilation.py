@@ -203,9 +203,11 @@ def test_a_listing_compiles_nothing_and_forgets(monkeypatch, tmp_path):
     tilelang = pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernels import machine
 
-    compiled = []
+    made, compiled = [], []
     monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tilelang, "compile", lambda function, **_: compiled.append(function) or 1 / 0)
+    monkeypatch.setattr(machine, "check_arguments", made.append)
+    monkeypatch.setattr(machine, "_MADE", {})
     with machine.listing() as kernels:
         norms(72, 136, 72)
     assert [kernel.name for kernel in kernels] == ["rms_norm"] * 2 and compiled == []
@@ -214,7 +216,27 @@ def test_a_listing_compiles_nothing_and_forgets(monkeypatch, tmp_path):
         norms(72)
     with pytest.raises(ZeroDivisionError):  # a launch that was kept, of another thread perhaps, compiles
         kernels[0](None)
-    assert len(compiled) == 2
+    assert len(compiled) == 2 and len(made) == 2  # none is made a second time
+    assert compiled[0] is compiled[1]
+
+
+def test_what_was_listed_is_launched(monkeypatch):
+    """As functions return it: a kernel, or several and numbers beside them; once, and then as before a listing."""
+    machine = pytest.importorskip("mha2mla.kernels.machine", reason="TileLang is not installed")
+    calls, kernel = [], partial(machine.Kernel, "", "", 0, ("", (), {}), None)
+    monkeypatch.setattr(machine, "_KEPT", [])
+    monkeypatch.setattr(machine, "_MADE", {})
+
+    @machine.compiled_once
+    def compile_two(width, *, dtype):
+        calls.append((width, dtype))
+        return (kernel(lambda: "first"), (kernel(lambda: "other"), 16)) if len(calls) == 1 else "compiled"
+
+    with machine.listing():
+        compile_two(8, dtype="half")
+        compile_two(8, dtype="half")
+    assert [compile_two(8, dtype="half") for _ in range(2)] == [("first", ("other", 16))] * 2
+    assert compile_two(8, dtype="float") == "compiled" and calls == [(8, "half"), (8, "float")]
 
 
 def test_a_noted_call_is_not_run_again(monkeypatch, tmp_path):
