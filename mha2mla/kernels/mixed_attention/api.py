@@ -19,6 +19,7 @@ from mha2mla.kernels.mla_decode.api import check_key_codes, mla_absorbed
 from mha2mla.kernels.mla_decode.quantization import CODES, KEY_CODES, dequantize_latent, holds_codes
 from mha2mla.kernels.ops import (
     Argument,
+    argument_error,
     check_backend,
     check_scale,
     check_tensors,
@@ -122,6 +123,8 @@ def mla_attention(
     if sizes["d_n"] > 0 if k_up is None else sizes["d_n"] == 0:
         was = None if k_up is None else f"of shape {tuple(k_up.shape)}"
         raise ValueError(f"k_up is {was}; expected None exactly where q_nope has no columns, and it has {sizes['d_n']}")
+    if out is not None and not out.is_contiguous():
+        raise argument_error("out.stride()", out.stride(), "contiguous memory")
     call = (q_nope, q_pe, latent_cache, latent_scale, rope_cache, rope_scale, k_up, v_up)
     if not torch.is_grad_enabled() and in_plain_eager_mode(q_nope):
         return _mla_attention(*call, rope, plan, softmax_scale, backend, out)

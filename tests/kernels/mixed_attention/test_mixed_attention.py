@@ -137,6 +137,10 @@ def test_results_lie_where_they_are_to_lie(lengths, launch_flop, gradients):
         out = problem.run(plan, out=room[1:-1])
     assert out.data_ptr() == room[1].data_ptr() and room[[0, -1]].isnan().all()
     assert torch.equal(room[1:-1], problem.run(plan))
+    with pytest.raises(ValueError, match=r"out.stride\(\) is .* contiguous"):
+        problem.run(plan, out=room[1:-1].mT.contiguous().mT)
+    with pytest.raises(ValueError, match="out.shape"):
+        problem.run(plan, out=room)
 
 
 def test_padding_rows_are_zero_and_touch_nothing():
