@@ -70,8 +70,8 @@ class AttentionBackend:
         append: ``append(tensors, cache, batch, constants)`` rotates the queries, which it returns by name, and writes
             keys and values of the new tokens to their slots.
         attend: ``attend(tensors, cache, batch, plan, constants)`` gives [N, H, d_v], in ``tensors["out"]`` of that
-            shape or in a tensor of its own; None: the model's ``attn_implementation`` attends, in the expanded form,
-            over what is cached.
+            shape, where that is there, or in a tensor of its own; None: the model's ``attn_implementation`` attends, in
+            the expanded form, over what is cached.
         plan: the metadata op: ``plan(cache, batch, constants, dtype)`` before ``attend``, once per step for all layers
             that share constants and the dtype of queries.
         plan_decode: ``plan_decode(cache, block_table, query_length, constants, dtype)``, not filled, of batches whose

@@ -105,7 +105,8 @@ SMALL = {computed: MLAGeometry(9, 1, 192, 128, 64, 64, 3, rope_from_latent=compu
         (True, [509], False),  # pieces overlap: no launch less
         (True, [512] * 2, False),  # launches are the batch's, FLOP each sequence's
         (True, [128] * 8, True),
-        (True, [1, 512], True),  # a call of its own for what decodes, in both
+        (True, [1, 128], True),  # a call of its own for what decodes, in both
+        (True, [1, 512], True),
         (True, [1, 509], False),
         (False, [1200], True),
         (False, [128], True),
