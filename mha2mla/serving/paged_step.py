@@ -209,17 +209,17 @@ class EngineSteps:
         step: EngineStep,
         layer: AttentionConstants,
         tensors: Mapping[str, Tensor | None],
-        rows: Tensor,
+        cache: Mapping[str, Tensor],
         out: Tensor,
     ) -> None:
         """Appends a layer's new tokens, all of them, since sequences may share pages; then attends.
 
         Args:
             tensors: by the backend's names, of the step's tokens.
-            rows: the layer's pages [P, page, row].
+            cache: :func:`cache_views` of the layer's pages.
             out: [N, H, d_v], written.
         """
-        index, cache = self._index[key_of(layer)], cache_views(rows, layer.geometry, self._dtype)
+        index = self._index[key_of(layer)]
         rotated = self._backend.append(tensors, cache, step.batch, layer)
         tensors, per_token = {**tensors, **rotated, "out": out}, {*self._backend.per_token, *rotated, "out"}
         for where, call in step.calls:
@@ -295,6 +295,7 @@ def _run_batches(
     row, has_codes = row_of(layer.geometry, query.dtype), layer.geometry.has_codes
     expanded = expanded_tokens(layer.geometry, query.dtype.itemsize)
     rows = query.new_zeros(1, PAGE_SIZE, row.width, dtype=row.dtype)
+    cache = cache_views(rows, layer.geometry, query.dtype)
     for query_lengths, total_lengths in warm_up_batches(most, max_length, has_codes=has_codes, expanded=expanded):
         tokens, columns = sum(query_lengths), -(-max(total_lengths) // PAGE_SIZE)
         positions = torch.zeros(tokens, dtype=torch.int32, device=device)
@@ -302,4 +303,4 @@ def _run_batches(
         seqlens = torch.tensor(total_lengths, dtype=torch.int32, device=device)
         step = steps.step(rows, query_lengths, total_lengths, positions, positions - 1, table, seqlens)
         mine = {n: t[:tokens] if n in backend.per_token and t is not None else t for n, t in tensors.items()}
-        steps.run(step, layer, mine, rows, query.new_empty(tokens, query.shape[1], layer.geometry.v_head_dim))
+        steps.run(step, layer, mine, cache, query.new_empty(tokens, query.shape[1], layer.geometry.v_head_dim))

@@ -31,7 +31,7 @@ from mha2mla.modeling.cache_layout import PAGE_SIZE
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.families import FAMILIES
 from mha2mla.modeling.tensor_parallel import HeadShard
-from mha2mla.serving.paged_step import SERVED_BY, EngineStep, EngineSteps, row_of, warm_up
+from mha2mla.serving.paged_step import SERVED_BY, EngineStep, EngineSteps, cache_views, row_of, warm_up
 
 
 @dataclass
@@ -133,6 +133,8 @@ class LatentImpl(AttentionImplBase[LatentMetadata]):
         self.num_heads, self.head_size = geometry.num_attention_heads, layer.row.width
         self.num_kv_heads, self.scale = 1, layer.constants.softmax_scale
         self.backend = ATTENTION_BACKENDS.get(SERVED_BY)
+        self._rows: Tensor | None = None
+        self._cache: dict[str, Tensor] = {}  # views of it
 
     def forward(
         self,
@@ -162,9 +164,13 @@ class LatentImpl(AttentionImplBase[LatentMetadata]):
                 warm_up(tensors, self.backend, layer.constants, self._warm_up_length)
                 self._warm_up_length = None
             return output.zero_()
-        tokens = slice(0, len(attn_metadata.step.batch.positions))
-        tensors = self._tensors(layer, query[tokens], key[tokens], value[tokens])
-        attn_metadata.steps.run(attn_metadata.step, layer.constants, tensors, kv_cache, output[tokens])
+        if self._rows is not kv_cache:  # the same from step to step
+            self._cache, self._rows = cache_views(kv_cache, layer.constants.geometry, query.dtype), kv_cache
+        tokens, out = attn_metadata.step.batch.positions.shape[0], output
+        if tokens < query.shape[0]:
+            query, key, value, out = query[:tokens], key[:tokens], value[:tokens], output[:tokens]
+        tensors = self._tensors(layer, query, key, value)
+        attn_metadata.steps.run(attn_metadata.step, layer.constants, tensors, self._cache, out)
         return output
 
     @staticmethod

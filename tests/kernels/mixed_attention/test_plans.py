@@ -204,7 +204,8 @@ def test_a_sequence_that_decodes_beside_a_prompt_costs_no_copy():
             torch.cuda.synchronize()
     kernels = [each.name for each in profile.events() if each.device_type == torch.autograd.DeviceType.CUDA]
     costs = form_costs(MLAGeometry(9, 1, 192, 128, 64, 64, 3))
-    assert len(kernels) == sum(cost.launches for cost in costs.values()), kernels
+    # Of one token, merging and W_UV are one kernel.
+    assert len(kernels) == sum(cost.launches for cost in costs.values()) - 1, kernels
 
 
 @pytest.mark.parametrize("name", ["per group", "from the latent"])
