@@ -168,6 +168,7 @@ def write_note(digest: str) -> None:
 
 
 _LOADED: dict[str, Callable[..., None]] = {}  # by digest; never unloaded: a CUDA graph may have it
+AWAITED: dict[str, Callable[[], None]] = {}  # by digest: returns once other processes have compiled it
 
 
 def compile_for(function, capability: int, pass_configs: dict = PASS_CONFIGS) -> Callable[..., None]:
@@ -190,6 +191,8 @@ def compile_for(function, capability: int, pass_configs: dict = PASS_CONFIGS) ->
 
     def compiled() -> Callable[..., None]:
         if digest not in _LOADED:
+            if (wait := AWAITED.get(digest)) is not None:
+                wait()
             module = build().adapter.get_exportable_executable()
             _LOADED[digest] = (module.jit() if hasattr(module, "jit") else module).main
         return _LOADED[digest]

@@ -5,6 +5,7 @@ A process that compiles or launches a kernel can hang, or take CUDA down.
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import gc
 import logging
@@ -14,18 +15,20 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from hashlib import sha256
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -102,7 +105,9 @@ def compile_in_processes(
     return {outcome.job: f"not compiled: {outcome.failure}" for outcome in outcomes if outcome.failure is not None}
 
 
-def compile_ahead(device: torch.device, call: Any, run: Callable[[], Any]) -> int:
+def compile_ahead(
+    device: torch.device, call: Any, run: Callable[[], Any], later: Callable[[], Any] | None = None
+) -> int:
     """Compiles the kernels that ``run()`` launches, in as many processes as there are cores, under a progress bar.
 
     TileLang's disk cache keeps them, and a note of ``call``: where that is found nothing is run. Kernels that a process
@@ -114,26 +119,30 @@ def compile_ahead(device: torch.device, call: Any, run: Callable[[], Any]) -> in
         call: all that decides which kernels ``run`` launches, but for this package and the GPU; its text counts.
         run: launches kernels over tensors of its own. It is called once, its kernels compute nothing, and outputs are
             what memory holds.
+        later: called after ``run``, as it: whose kernels the processes compile too, while this one goes on. The first
+            launch of one waits for all of them, and so does the next call of this function.
 
     Returns:
         The number of kernels that the disk cache lacked.
     """
     if device.type != "cuda" or not most_processes():
         return 0
-    from mha2mla.kernels.machine import note, write_note
+    from mha2mla.kernels.machine import AWAITED, note, write_note
 
     done = sha256(repr((call, capability(device), num_sms(device), _sources())).encode()).hexdigest()
     if note(done).exists():
         return 0
-    missing, failed = compile_listed(run)
-    if not failed:
-        write_note(done)
-    return missing
+    for finish in set(AWAITED.values()):
+        finish()
+    return compile_listed(run, later, partial(write_note, done))
 
 
-def compile_listed(run: Callable[[], Any]) -> tuple[int, int]:
-    """:func:`compile_ahead` without a note of the call: kernels that were missing, and how many still are."""
-    with Compiler() as compiler:  # imports while this process does, and lists
+def compile_listed(
+    run: Callable[[], Any], later: Callable[[], Any] | None = None, whole: Callable[[], None] = lambda: None
+) -> int:
+    """:func:`compile_ahead`; ``whole`` is called when no kernel is missing any more."""
+    with ExitStack() as held:
+        compiler = held.enter_context(Compiler())  # imports while this process does, and lists
         import tilelang
 
         from mha2mla.kernels.machine import listing, note
@@ -141,24 +150,81 @@ def compile_listed(run: Callable[[], Any]) -> tuple[int, int]:
         try:
             with listing() as kernels:
                 run()
+                soon = set(kernels)
+                if later is not None:
+                    later()
         except Exception as error:  # out of memory, for instance: what the caller is about may still succeed
             why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             warnings.warn(f"kernels are compiled by their first launches, one after another: {why}", stacklevel=3)
-            return 0, 1
-        with _one_at_a_time(note("lock")):  # ranks of a model, or programs side by side, share what one compiles
+            return 0
+        with _locked(note("lock")) as lock:  # ranks of a model, or programs side by side, share what one compiles
             missing = [kernel for kernel in dict.fromkeys(kernels) if not note(kernel.digest).exists()]
+            if not missing:
+                whole()
             if not missing or not tilelang.env.is_cache_enabled():
-                return len(missing), len(missing)
-            missing.sort(key=lambda kernel: -kernel.size)  # the longest first
-            jobs = [(kernel.name, pickle.dumps(kernel.recipe)) for kernel in missing]
-            workers = min(len(jobs), most_processes())
-            with progress_bar(total=len(jobs), desc="compiling kernels, once", unit="kernel", show=True) as bar:
-                for outcome in compiler.run(compile_recipe, jobs, workers):
-                    if outcome.failure is not None:
-                        warnings.warn(f"{outcome.job[0]} was not compiled ahead: {outcome.failure}", stacklevel=3)
-                    bar.update()
-    failed = sum(not note(kernel.digest).exists() for kernel in missing)
-    return len(missing), failed
+                return len(missing)
+            soon &= set(missing)
+            # The longest first, behind those that are waited for here.
+            missing.sort(key=lambda kernel: (kernel not in soon, -kernel.size))
+            compilation = _Compilation(compiler, missing, lock, whole)
+        compilation.wait(len(soon))
+        compilation.go_on(held.pop_all())
+    return len(missing)
+
+
+class _Compilation:
+    """Kernels that processes compile, in this order.
+
+    Args:
+        lock: is theirs until all have ended.
+        whole: is called at the end, if no kernel is missing then.
+    """
+
+    def __init__(
+        self, compiler: Compiler, kernels: Sequence[Any], lock: IO[str] | None, whole: Callable[[], None]
+    ) -> None:
+        jobs = [(kernel.name, pickle.dumps(kernel.recipe)) for kernel in kernels]
+        compiler.begin(compile_recipe, jobs, min(len(jobs), most_processes()), lock)
+        self._outcomes, self._left = compiler.outcomes(), set(range(len(jobs)))
+        self._kernels, self._whole = kernels, whole
+        self._held, self._turn = ExitStack(), threading.Lock()
+
+    def wait(self, first: int) -> None:
+        """Waits for the ``first`` kernels."""
+        wanted = sum(number < first for number in self._left)
+        with progress_bar(total=wanted, desc="compiling kernels, once", unit="kernel", show=wanted > 0) as bar:
+            while any(number < first for number in self._left):
+                number, outcome = next(self._outcomes)
+                self._left.remove(number)
+                if outcome.failure is not None:
+                    warnings.warn(f"{outcome.job[0]} was not compiled ahead: {outcome.failure}", stacklevel=4)
+                bar.update(number < first)
+
+    def go_on(self, held: ExitStack) -> None:
+        """Leaves the rest to whoever launches it first; ``held`` is closed at the end."""
+        from mha2mla.kernels.machine import AWAITED
+
+        self._held = held
+        atexit.register(held.close)
+        AWAITED.update((self._kernels[number].digest, self.finish) for number in self._left)
+        if not self._left:
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits for all kernels; where that fails, their launches compile them."""
+        from mha2mla.kernels.machine import AWAITED, note
+
+        with self._turn:  # of threads that launch one at the same time
+            try:
+                self.wait(len(self._kernels))
+                if all(note(kernel.digest).exists() for kernel in self._kernels):
+                    self._whole()
+            finally:
+                self._left = set()
+                for kernel in self._kernels:
+                    AWAITED.pop(kernel.digest, None)
+                atexit.unregister(self._held.close)
+                self._held.close()
 
 
 def most_processes() -> int:
@@ -190,13 +256,15 @@ def _sources() -> str:
 
 
 @contextmanager
-def _one_at_a_time(path: Path) -> Iterator[None]:
-    """Holds a lock that ends with its process; where no file can be made, none."""
+def _locked(path: Path) -> Iterator[IO[str] | None]:
+    """A file locked until all who have it open close it or end; None where no file can be made."""
     with ExitStack() as held:
+        file = None
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            fcntl.flock(held.enter_context(path.open("a")), fcntl.LOCK_EX)
-        yield
+            file = held.enter_context(path.open("a"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
 
 
 @dataclass(frozen=True)
@@ -367,22 +435,29 @@ class Compiler:
         self._process.wait()
         self._connection.close()
 
-    def run(self, function: Callable[[Any], Any], jobs: Sequence[Any], workers: int) -> Iterator[Outcome]:
-        """:func:`run_in_workers` there, once."""
-        failure, left = None, list(jobs)
-        with suppress(OSError):  # it died: see below
-            self._connection.send((function, left, workers))
+    def begin(
+        self, function: Callable[[Any], Any], jobs: Sequence[Any], workers: int, lock: IO[str] | None = None
+    ) -> None:
+        """Begins :func:`run_in_workers` there, once; the process has the open file ``lock``, too, until it ends."""
+        self._jobs = list(jobs)
+        with suppress(OSError):  # it died: outcomes say so
+            self._connection.send((function, self._jobs, workers, lock is not None))
+            if lock is not None:
+                send_handle(self._connection, lock.fileno(), self._process.pid)
+
+    def outcomes(self) -> Iterator[tuple[int, Outcome]]:
+        """Numbers of the jobs and their outcomes, in the order in which they end."""
+        failure, left = None, dict(enumerate(self._jobs))
         while left and failure is None:
             try:
                 if self._connection.poll(STARTUP + COMPILE_TIMEOUT):
-                    outcome = self._connection.recv()
-                    left.remove(outcome.job)
-                    yield outcome
+                    number, outcome = self._connection.recv()
+                    yield number, replace(outcome, job=left.pop(number))
                 else:
                     failure = "hung: the process that compiles does not answer"
             except (EOFError, OSError):
                 failure = f"crashed: the process that compiles ended with exit code {self._process.wait()}"
-        yield from (Outcome(job, failure=failure) for job in left)
+        yield from ((number, Outcome(job, failure=failure)) for number, job in left.items())
 
 
 def serve_jobs(number: int) -> None:
@@ -394,9 +469,14 @@ def serve_jobs(number: int) -> None:
     gc.collect()
     gc.freeze()  # forks share what was imported
     with suppress(EOFError, OSError):
-        function, jobs, workers = connection.recv()
+        function, jobs, workers, has_lock = connection.recv()
+        if has_lock:
+            recv_handle(connection)
+        left = dict(enumerate(jobs))
         for outcome in run_in_workers(function, jobs, workers=workers, timeout=COMPILE_TIMEOUT, start_method="fork"):
-            connection.send(outcome)
+            number = next(number for number, job in left.items() if job is outcome.job)
+            del left[number]
+            connection.send((number, replace(outcome, job=None)))  # short: the parent may read it much later
 
 
 def _serve(connection: Connection, function: Callable[[Any], Any], prepare: Callable[[], Any] | None) -> None:

@@ -384,14 +384,15 @@ class GraphStore:
 
 
 def compile_steps(model: PreTrainedModel, config: MHA2MLAConfig, rows: int, prompt: int) -> int:
-    """Compiles the kernels of ``generate`` ahead, where TileLang's cache lacks them; returns how many it lacked."""
+    """Compiles the kernels of ``generate`` ahead, where TileLang's cache lacks them, those of decode steps while the
+    prompt runs; returns how many it lacked."""
     prompt = min(_LONG_PROMPT, 1 << max(0, prompt - 1).bit_length())
+    cache = LatentCache(config)  # with pages of its own
 
     @torch.no_grad()
-    def run() -> None:  # a prompt and a decode step over pages of their own
-        cache, tokens = LatentCache(config), torch.zeros(rows, prompt, dtype=torch.int64, device=model.device)
-        for ids in (tokens, tokens[:, :1]):
-            model.forward(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    def forward(tokens: int) -> None:
+        ids = torch.zeros(rows, tokens, dtype=torch.int64, device=model.device)
+        model.forward(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
     call = ("generate", config.to_json_string(use_diff=False), model.dtype, rows, prompt)
-    return compile_ahead(model.device, call, run)
+    return compile_ahead(model.device, call, functools.partial(forward, prompt), functools.partial(forward, 1))

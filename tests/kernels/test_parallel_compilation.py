@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import os
 import pickle
@@ -61,12 +62,17 @@ import torch
 from mha2mla.kernels import parallel_compilation
 from mha2mla.kernels.pointwise.kernel import launch_rms_norm
 
-def run():
-    for width in (64, 128):
-        x = torch.ones(4, width, dtype=torch.bfloat16)
-        launch_rms_norm(x, None, x[0].clone(), 1e-5, torch.empty_like(x), torch.empty_like(x))
+def norm(width):
+    x = torch.ones(4, width, dtype=torch.bfloat16)
+    launch_rms_norm(x, None, x[0].clone(), 1e-5, torch.empty_like(x), torch.empty_like(x))
 
-print(*[parallel_compilation.compile_listed(run) for _ in range(2)])
+for _ in range(2):
+    whole = []
+    missing = parallel_compilation.compile_listed(lambda: norm(64), lambda: norm(128), lambda: whole.append(1))
+    from mha2mla.kernels.machine import AWAITED
+    for finish in set(AWAITED.values()):  # none if the other kernel was the first
+        finish()
+    print(missing, len(AWAITED), whole, end=" ")
 """
 
 
@@ -195,7 +201,7 @@ def test_a_script_without_a_guard_compiles_once(tmp_path):
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TILELANG_CACHE_DIR": str(tmp_path / "cache")}
     script = [sys.executable, str(tmp_path / "script.py")]
     done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=240)
-    assert done.stdout == "(2, 0) (0, 0)\n", done.stderr
+    assert done.stdout == "2 0 [1] 0 0 [1] ", done.stderr
     assert len(list((tmp_path / "cache").glob("*/*/kernels/*"))) == 2
 
 
@@ -241,11 +247,18 @@ def test_what_was_listed_is_launched(monkeypatch):
 
 def test_a_noted_call_is_not_run_again(monkeypatch, tmp_path):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
-    ran, outcomes = [], iter([(2, 1), (2, 0)])
+    ran = []
     monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(parallel_compilation, "num_sms", lambda _: 132)
-    monkeypatch.setattr(parallel_compilation, "compile_listed", lambda run: run() or next(outcomes))
     gpu, run = torch.device("cuda"), lambda: ran.append(1)
+
+    def compile_listed(run, later, whole):
+        run()
+        if len(ran) == 2:
+            whole()
+        return 2
+
+    monkeypatch.setattr(parallel_compilation, "compile_listed", compile_listed)
     # One kernel was left over, so that the second call looks again.
     assert [parallel_compilation.compile_ahead(gpu, "call", run) for _ in range(3)] == [2, 2, 0]
     assert parallel_compilation.compile_ahead(torch.device("cpu"), "another", run) == 0
@@ -256,28 +269,78 @@ def test_a_noted_call_is_not_run_again(monkeypatch, tmp_path):
 
 def test_kernels_that_fail_are_left_to_their_launch(monkeypatch, tmp_path):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.machine import listing, write_note
+    from mha2mla.kernels.machine import listing
 
-    given = []
+    given, whole = [], []
     with listing() as kernels:
         norms(1024, 2048, 512)
-    digests = {pickle.dumps(kernel.recipe): kernel.digest for kernel in kernels}
-
-    def run(compiler, function, jobs, workers):
-        given.append((len(jobs), workers))
-        for job in jobs:
-            hangs = job is jobs[0]
-            if not hangs:
-                write_note(digests[job[1]])
-            yield parallel_compilation.Outcome(job, failure="hung: it took too long" if hangs else None)
-
     monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(parallel_compilation.Compiler, "run", run)
+    monkeypatch.setattr(parallel_compilation, "Compiler", partial(FakeCompiler, kernels, given, hangs=0))
     monkeypatch.setenv("MHA2MLA_COMPILE_PROCESSES", "2")
-    for expected in ((3, 1), (1, 1)):
+    for expected in (3, 1):
         with pytest.warns(UserWarning, match="rms_norm was not compiled ahead: hung"):
-            assert parallel_compilation.compile_listed(partial(norms, 1024, 2048, 512)) == expected
-    assert given == [(3, 2), (1, 1)]
+            run = partial(norms, 1024, 2048, 512)
+            assert parallel_compilation.compile_listed(run, whole=lambda: whole.append(1)) == expected
+    assert given == [(3, 2), (1, 1)] and not whole
+
+
+class FakeCompiler:
+    """Compiles nothing, and notes all kernels but the job numbered ``hangs`` when their outcomes are asked for."""
+
+    def __init__(self, kernels, given, hangs=None):
+        self.digests = {pickle.dumps(kernel.recipe): kernel.digest for kernel in kernels}
+        self.given, self.hangs = given, hangs
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.hangs is None:
+            self.given.append("ended")
+
+    def begin(self, function, jobs, workers, lock):
+        assert lock is not None
+        self.jobs = jobs
+        self.given.append((len(jobs), workers))
+
+    def outcomes(self):
+        from mha2mla.kernels.machine import write_note
+
+        for number, job in enumerate(self.jobs):
+            hangs = number == self.hangs
+            if not hangs:
+                write_note(self.digests[job[1]])
+            yield number, parallel_compilation.Outcome(job, failure="hung: it took too long" if hangs else None)
+
+
+def test_kernels_that_are_wanted_later_are_waited_for_by_their_launch(monkeypatch, tmp_path):
+    """Or by the next call; this one goes on once it has its own."""
+    tilelang = pytest.importorskip("tilelang", reason="TileLang is not installed")
+    from mha2mla.kernels import machine
+
+    given, whole, compiled = [], [], []
+    with machine.listing() as kernels:
+        norms(1024, 2048, 512)
+    noted = lambda: [machine.note(kernel.digest).exists() for kernel in kernels]  # noqa: E731
+    monkeypatch.setattr(parallel_compilation, "num_sms", lambda _: 132)
+    monkeypatch.setattr(parallel_compilation, "Compiler", partial(FakeCompiler, kernels, given))
+    monkeypatch.setenv("MHA2MLA_COMPILE_PROCESSES", "2")
+    call = partial(parallel_compilation.compile_listed, partial(norms, 2048), partial(norms, 2048, 1024, 512))
+    monkeypatch.setattr(machine, "_MADE", {})
+    monkeypatch.setattr(tilelang, "compile", lambda function, **_: compiled.append(noted()) or 1 / 0)
+    for way in ("launch", "call"):
+        monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / way))
+        assert call(partial(whole.append, way)) == 3
+        assert noted() == [False, True, False] and len(machine.AWAITED) == 2 and way not in whole
+        if way == "launch":
+            with pytest.raises(ZeroDivisionError):
+                norms(1024)
+        else:
+            parallel_compilation.compile_ahead(torch.device("cuda"), "another", partial(norms, 2048))
+        assert noted() == [True] * 3 and not machine.AWAITED and whole[-1] == way
+        assert given == [(3, 2), "ended"] + ["ended"] * (way == "call")
+        given.clear()
+    assert compiled == [[True] * 3]
 
 
 def test_a_compiler_imports_once_and_forks():
@@ -287,8 +350,9 @@ def test_a_compiler_imports_once_and_forks():
     looks += ("'tilelang' in sys.modules", "'transformers' in sys.modules", "os._exit(3)", "1")
     jobs = [f"[{look} for os, sys in [(__import__('os'), __import__('sys'))]][0]" for look in looks]
     with parallel_compilation.Compiler() as compiler:
-        outcomes = list(compiler.run(eval, jobs, 1))
-        assert outcomes[1].value == compiler._process.pid
+        compiler.begin(eval, jobs, 1)
+        numbers, outcomes = zip(*compiler.outcomes(), strict=True)
+        assert numbers == tuple(range(8)) and outcomes[1].value == compiler._process.pid
     assert [outcome.job for outcome in outcomes] == jobs
     assert [outcome.value for outcome in outcomes[2:]] == [1, "", True, False, None, 1]
     failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
@@ -299,10 +363,26 @@ def test_a_compiler_imports_once_and_forks():
 def test_a_compiler_that_dies_leaves_its_jobs():
     with parallel_compilation.Compiler() as compiler:
         compiler._process.kill()
-        outcomes = list(compiler.run(abs, [1, 2], 2))
-    assert [outcome.failure for outcome in outcomes] == [
-        "crashed: the process that compiles ended with exit code -9"
-    ] * 2
+        compiler.begin(abs, [1, 2], 2)
+        outcomes = list(compiler.outcomes())
+    failure = "crashed: the process that compiles ended with exit code -9"
+    assert outcomes == [(number, parallel_compilation.Outcome(number + 1, failure=failure)) for number in (0, 1)]
+
+
+def test_a_compiler_holds_a_lock_to_its_end(tmp_path):
+    """Not the process that began it, which may read of the end much later, or never."""
+    pytest.importorskip("tilelang", reason="TileLang is not installed")
+    path = tmp_path / "cache" / "lock"
+    with parallel_compilation.Compiler() as compiler:
+        with parallel_compilation._locked(path) as lock:
+            compiler.begin(time.sleep, [1.0], 1, lock)
+        began = time.monotonic()
+        with path.open("a") as other:
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(other, fcntl.LOCK_EX)
+        assert compiler._process.wait(60) == 0 and time.monotonic() - began < 60
+        assert [(number, outcome.failure) for number, outcome in compiler.outcomes()] == [(0, None)]
 
 
 def test_what_compiles_kernels_is_found_by_its_name():
@@ -327,7 +407,7 @@ def test_a_run_that_fails_leaves_kernels_to_their_launch():
         raise torch.OutOfMemoryError("CUDA out of memory\nand more")
 
     with pytest.warns(UserWarning, match="one after another: OutOfMemoryError: CUDA out of memory$"):
-        assert parallel_compilation.compile_listed(run) == (0, 1)
+        assert parallel_compilation.compile_listed(run, whole=lambda: 1 / 0) == 0
     with listing() as kernels:
         norms(72)
     assert len(kernels) == 1

@@ -442,7 +442,7 @@ def test_kernels_are_compiled_before_the_first_token(monkeypatch):
     expected, model.graph_store = generate(model, inputs).sequences, GraphStore(Tape)
     calls, shapes, forward = [], [], type(model)._run_base_model
 
-    def compile_ahead(device, call, run):
+    def compile_ahead(device, call, run, later):
         def note(self, **given):
             shapes.append(tuple(given["input_ids"].shape))
             return forward(self, **given)
@@ -451,8 +451,10 @@ def test_kernels_are_compiled_before_the_first_token(monkeypatch):
         with monkeypatch.context() as inside:
             inside.setattr(type(model), "_run_base_model", note)
             run()
+            shapes.append("later")
+            later()
 
     monkeypatch.setattr(captured, "compile_ahead", compile_ahead)
     for _ in range(2):
         assert torch.equal(generate(model, inputs).sequences, expected)
-    assert calls == [(2, 16)] and shapes == [(2, 16), (2, 1)]
+    assert calls == [(2, 16)] and shapes == [(2, 16), "later", (2, 1)]
