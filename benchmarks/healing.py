@@ -51,6 +51,7 @@ from mha2mla.eval.probes import SPAN, ProbeSettings
 from mha2mla.eval.quality import TEXTS, evaluate_quality
 from mha2mla.eval.quantized_caches import KVCodes
 from mha2mla.files import atomic_write
+from mha2mla.healing.memory import fit_memory
 from mha2mla.healing.rate import RATES, first_steps, rate_of_little_harm
 from mha2mla.healing.run import device_use
 from mha2mla.healing.settings import DEFAULT_TEXT, PRESETS, Settings, Trained
@@ -351,6 +352,8 @@ def speed(
     student.load_state_dict(same, strict=False)
     models = prepare_models(teacher, student, place, settings)
     distillation = Distillation(models, torch.bfloat16 if on_gpu else None, on_gpu and not models.recomputes)
+    if on_gpu:
+        settings = fit_memory(settings, models, distillation)
     longs = max(2, round(RANDOM_BLOCKS * settings.long_share))
     lengths = (settings.length,) * (RANDOM_BLOCKS - longs) + (settings.long_length,) * longs
     tokens = torch.randint(teacher.config.vocab_size, (RANDOM_BLOCKS, settings.long_length))
@@ -359,7 +362,7 @@ def speed(
         done = train_models(distillation, blocks, held_out, settings, settings.tokens, Path(folder), progress=False)
     row = {"name": f"{shape}, {ratio} of the bytes, {bits or _BITS} bits", "train": train, "layers": pair.layers}
     row |= {"tokens": done.tokens, "tokens_per_second": done.tokens_per_second, "seconds": done.seconds}
-    row |= {"recomputes": models.recomputes, "compiled": distillation.compiled}
+    row |= {"recomputes": models.recomputes, "compiled": distillation.compiled, "pass_tokens": settings.pass_tokens}
     row |= device_use(models, place, done.tokens_per_second)
     table.add(row)
     shown = ("name", "train", "tokens", "tokens_per_second", "flop_share", "peak_gpu_bytes", "seconds")

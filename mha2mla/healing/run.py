@@ -36,6 +36,7 @@ from mha2mla.conversion.source.files import check_unchanged, faults_of_the_sourc
 from mha2mla.conversion.source.opening import OpenedFolder, Source, open_converted, open_source
 from mha2mla.environment import collect_environment, compute_device, device_name, installed_version
 from mha2mla.files import atomic_write
+from mha2mla.healing.memory import fit_memory
 from mha2mla.healing.rate import first_steps, rate_of_little_harm
 from mha2mla.healing.record import OWN_WINDOWS, HealingReport, check_pair, write_healed, write_record
 from mha2mla.healing.settings import DEFAULT_TEXT, PresetName, Settings
@@ -92,7 +93,7 @@ def own_device(device: torch.device) -> torch.device:
 
 
 _EVALUATION_LENGTH = 512
-_PIECES, _CHECKPOINTS, _PLAN, _FIRST_STEPS = "pieces", "checkpoints", "plan", "first-steps"
+_PIECES, _CHECKPOINTS, _PLAN, _FIRST_STEPS, _MEMORY = "pieces", "checkpoints", "plan", "first-steps", "memory"
 
 
 def heal(
@@ -182,6 +183,14 @@ def heal(
                 chosen.compile == "auto" and place.type == "cuda" and not models.recomputes and not sharded
             )
             distillation = Distillation(models, torch.bfloat16 if place.type == "cuda" else None, is_compiled)
+            if place.type == "cuda" and not sharded:
+                at_once, recomputes = processes.share(lambda: _memory(chosen, distillation, models, pieces, progress))
+                if at_once < chosen.tokens_at_once and progress and processes.is_main:
+                    announce(f"passes of {at_once:,} tokens: {chosen.tokens_at_once:,} do not fit the GPU's memory")
+                chosen = replace(chosen, tokens_at_once=at_once)
+                if recomputes and not models.recomputes:  # found by another process or run
+                    models.recompute()
+                    distillation.compiled &= chosen.compile == "always"
             tokens = processes.share(lambda: _budget(chosen, distillation, opened_source, pieces, progress))
             if settings.get("batch_tokens") is None:
                 chosen = chosen.of_enough_steps(tokens // request["processes"])
@@ -331,6 +340,20 @@ def _open_work(work: Path, request: dict[str, Any], resume: str) -> WorkFolder:
     work.mkdir(exist_ok=True)
     atomic_write(work / REQUEST_FILE, lambda path: path.write_text(json.dumps(request), encoding="utf-8"))
     return WorkFolder(work / _PIECES, request)
+
+
+def _memory(
+    settings: Settings, distillation: Distillation, models: Models, pieces: WorkFolder, progress: bool
+) -> tuple[int, bool]:
+    """Tokens at once that fit a GPU's memory, and whether activations are recomputed; tried once, and found by a run
+    that goes on."""
+    if (saved := pieces.get(_MEMORY)) is not None:
+        return tuple(saved[1])
+
+    with waiting("trying how many tokens fit the memory", show=progress):
+        found = fit_memory(settings, models, distillation)
+    pieces.put(_MEMORY, {}, [found.tokens_at_once, models.recomputes])
+    return found.tokens_at_once, models.recomputes
 
 
 def _budget(settings: Settings, distillation: Distillation, source: Source, pieces: WorkFolder, progress: bool) -> int:

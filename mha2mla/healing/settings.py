@@ -56,9 +56,10 @@ class Settings:
             itself. Short windows are put together of rows of 512.
         own_share: share of the tokens, in short windows, that the converted model writes in place of the text's.
         batch_tokens: tokens of an optimizer step, in whole passes; fewer than the preset's for a small budget.
-        tokens_at_once: tokens of a forward and backward pass, in whole long windows.
-        checkpointing: whether the backward pass recomputes activations; "auto" where hidden states have 2048 elements
-            or more.
+        tokens_at_once: most tokens of a forward and backward pass, in whole long windows; a GPU with too little memory
+            gets fewer.
+        checkpointing: whether the backward pass recomputes activations; "auto" where those of one window do not fit
+            the GPU's memory, on a CPU and under FSDP where hidden states have 2048 elements or more.
         compile: torch.compile makes the decoder layers and the loss; "auto" on CUDA where the backward pass
             recomputes nothing and FSDP shards nothing.
         evaluations: number of evaluations on held-out windows, and of checkpoints.

@@ -21,7 +21,7 @@ ATTENTION = ".self_attn."
 # Maps to and from the latent: what a source has not.
 _LATENT = ("kv_a_proj", "k_a_proj", "v_a_proj", "k_b_proj", "v_b_proj", "k_rope_proj", "q_b_proj")
 _LORA_ALPHA = 2  # scale of an adapter
-_WIDE = 2048  # hidden states from which activations are recomputed
+_WIDE = 2048  # hidden states from which activations are recomputed where memory is not tried
 
 
 @dataclass
@@ -41,6 +41,11 @@ class Models:
     adapted: Any
     shared: frozenset[str]
     recomputes: bool
+
+    def recompute(self) -> None:
+        """Makes the backward pass recompute activations."""
+        self.student.gradient_checkpointing_enable({"use_reentrant": False})
+        self.recomputes = True
 
     def trained(self) -> dict[str, Tensor]:
         """Trained weights by their names in the checkpoint, float32; adapters are merged, and no longer there.
@@ -115,11 +120,12 @@ def prepare_models(teacher: nn.Module, student: nn.Module, device: torch.device,
     for _, parameter in _adapted(student):  # merging in bfloat16 would round twice
         parameter.data = parameter.data.float()
     student.to(device)
-    wide = student.config.hidden_size >= _WIDE
-    recomputes = settings.checkpointing == "always" or (settings.checkpointing == "auto" and wide)
-    if recomputes:
-        student.gradient_checkpointing_enable({"use_reentrant": False})
-    return Models(student, teacher, adapted, shared, recomputes)
+    models = Models(student, teacher, adapted, shared, False)
+    is_tried = device.type == "cuda" and not is_sharded()  # memory.py
+    is_wide = student.config.hidden_size >= _WIDE and not is_tried
+    if settings.checkpointing == "always" or (settings.checkpointing == "auto" and is_wide):
+        models.recompute()
+    return models
 
 
 def parameter_groups(student: nn.Module, settings: Settings) -> list[dict[str, Any]]:

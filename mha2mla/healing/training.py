@@ -289,7 +289,7 @@ def tokens_in(minutes: float, distillation: Distillation, settings: Settings, vo
             _first_pass(distillation, ids, length)
         started, timed = _now(device), _TIMED if is_warmed else 1
         for _ in range(timed):
-            _pass(distillation, ids, length)
+            run_pass(distillation, ids, length)
         seconds += share * (_now(device) - started) / timed
     return max(settings.long_length, int(60 * minutes / seconds * ids.numel()))
 
@@ -310,7 +310,7 @@ def _first_pass(distillation: Distillation, ids: Tensor, length: int) -> None:
         UserWarning: a layer does not compile, and why.
     """
     try:
-        _pass(distillation, ids, length)
+        run_pass(distillation, ids, length)
     except (RuntimeError, OSError) as error:
         if not distillation.compiled:
             raise
@@ -318,10 +318,11 @@ def _first_pass(distillation: Distillation, ids: Tensor, length: int) -> None:
         why = str(error).strip().partition("\n")[0]
         warnings.warn(f"decoder layers were not compiled, and training is slower: {why:.300}", stacklevel=3)
         distillation.zero_grad()
-        _pass(distillation, ids, length)
+        run_pass(distillation, ids, length)
 
 
-def _pass(distillation: Distillation, ids: Tensor, length: int) -> None:
+def run_pass(distillation: Distillation, ids: Tensor, length: int) -> None:
+    """A forward and backward pass over ids [blocks, size] in windows of ``length``; its gradients are dropped."""
     distillation.train()(ids, torch.full((len(ids),), length))["loss"].backward()
     distillation.zero_grad()
 

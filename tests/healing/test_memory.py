@@ -1,0 +1,96 @@
+"""How many tokens a pass has, and whether it recomputes activations."""
+
+import json
+
+import pytest
+import torch
+
+import mha2mla
+from mha2mla.healing import memory
+from mha2mla.healing.memory import fit_memory, pass_fits
+from mha2mla.healing.settings import Settings
+from mha2mla.healing.student import load_models
+from mha2mla.healing.training import Distillation
+
+SIZES = {"length": 32, "long_length": 64, "batch_tokens": 512, "tokens_at_once": 256}
+
+
+def pair(folders, **settings):
+    settings = Settings.of("quick", tokens=512, **SIZES, **settings)
+    models = load_models(*folders, torch.device("cpu"), settings)
+    return settings, models, Distillation(models, None)
+
+
+def room_for(tokens, recomputed, models, tried):
+    """Whether a pass of so many tokens fits, with recomputed activations or without."""
+
+    def fits(distillation, settings):
+        tried.append(settings.pass_tokens)
+        return settings.pass_tokens <= (recomputed if models.recomputes else tokens)
+
+    return fits
+
+
+@pytest.mark.parametrize(
+    ("room", "expected", "tried"),
+    [
+        ((300, 600), (256, False), [256]),
+        ((255, 600), (128, False), [256, 128]),
+        ((64, 600), (64, False), [256, 128, 64]),
+        ((32, 600), (64, True), [256, 128, 64, 64]),
+    ],
+)
+def test_fewer_tokens_then_recomputed_activations(room, expected, tried, folders):
+    settings, models, distillation = pair(folders)
+    distillation.compiled, passes = True, []
+    found = fit_memory(settings, models, distillation, room_for(*room, models, passes))
+    assert (found.pass_tokens, models.recomputes) == expected and passes == tried
+    assert found.step_tokens == settings.step_tokens == 512
+    assert models.student.model.layers[0].gradient_checkpointing is models.recomputes is not distillation.compiled
+
+
+@pytest.mark.parametrize("checkpointing", ["auto", "never", "always"])
+def test_a_window_that_does_not_fit_is_refused(checkpointing, folders):
+    settings, models, distillation = pair(folders, checkpointing=checkpointing)
+    with pytest.raises(ValueError, match="long_length is 64 and train 'attention'; expected a shorter window"):
+        fit_memory(settings, models, distillation, lambda *_: False)
+    assert models.recomputes is (checkpointing != "never")
+
+
+def test_a_pass_that_is_tried_leaves_nothing_behind(folders, monkeypatch):
+    settings, _, distillation = pair(folders)
+    before = {name: each.clone() for name, each in distillation.state_dict().items()}
+    distillation.compiled, state, seen = True, torch.get_rng_state(), []
+    run_pass = memory.run_pass
+
+    def run(distillation, ids, length):
+        seen.append((tuple(ids.shape), length, distillation.compiled))
+        run_pass(distillation, ids, length)
+        if len(seen) == 4:
+            raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(memory, "run_pass", run)
+    assert [pass_fits(distillation, settings) for _ in range(2)] == [True, False]
+    assert sorted(seen) == [((4, 64), 32, False)] * 2 + [((4, 64), 64, False)] * 2 and distillation.compiled
+    assert all(torch.equal(before[name], each) for name, each in distillation.state_dict().items())
+    assert all(each.grad is None for each in distillation.parameters())
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.gpu
+def test_a_small_gpu_trains_fewer_tokens_at_once(tmp_path, folders, capsys):
+    """As many as fit: a pass of 2M tokens of this model takes some 40 GB of activations and logits."""
+    settings = {"tokens": 2**22, "length": 512, "long_length": 512, "batch_tokens": 2**21, "tokens_at_once": 2**21}
+    windows = torch.randint(2, 258, (2**12, 512))
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(0.05)
+    try:
+        report = mha2mla.heal(
+            *folders, tmp_path / "healed", text=windows, rate=1e-5, evaluations=1, device="cuda", **settings
+        )
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert 512 <= report.settings.tokens_at_once < 2**21 and report.trained.steps == 2
+    recorded = json.loads((tmp_path / "healed" / "conversion.json").read_text())["healing"]["settings"]
+    assert recorded["tokens_at_once"] == report.settings.tokens_at_once
+    assert "do not fit the GPU's memory" in capsys.readouterr().err
