@@ -351,9 +351,11 @@ def speed(
     same = {name: each for name, each in teacher.state_dict().items() if ATTENTION not in name}
     student.load_state_dict(same, strict=False)
     models = prepare_models(teacher, student, place, settings)
-    distillation = Distillation(models, torch.bfloat16 if on_gpu else None, on_gpu and not models.recomputes)
+    distillation = Distillation(models, torch.bfloat16 if on_gpu else None)
     if on_gpu:
         settings = fit_memory(settings, models, distillation)
+    if on_gpu and not models.recomputes:
+        distillation.compile_layers()
     longs = max(2, round(RANDOM_BLOCKS * settings.long_share))
     lengths = (settings.length,) * (RANDOM_BLOCKS - longs) + (settings.long_length,) * longs
     tokens = torch.randint(teacher.config.vocab_size, (RANDOM_BLOCKS, settings.long_length))

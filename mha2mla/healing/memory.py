@@ -3,6 +3,7 @@ do not."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import torch
 from mha2mla.conversion.fit.repeatable import deterministic
 from mha2mla.healing.settings import Settings
 from mha2mla.healing.student import Models
-from mha2mla.healing.training import Distillation, run_pass
+from mha2mla.healing.training import Distillation, is_out_of_memory, run_pass
 
 MARGIN = 1 / 50  # of the memory
 
@@ -25,9 +26,10 @@ def fit_memory(
     """``settings``, with the largest ``tokens_at_once`` up to theirs, halved again and again, at which a pass fits.
 
     Where not even one long window fits, the backward pass recomputes activations from then on, if that is left to
-    choose; layers that do are not compiled.
+    choose.
 
     Args:
+        distillation: not compiled, which takes no less.
         fits: whether a pass does; default :func:`pass_fits`.
 
     Raises:
@@ -39,7 +41,6 @@ def fit_memory(
             settings = replace(settings, tokens_at_once=settings.pass_tokens // 2)
         elif settings.checkpointing == "auto" and not models.recomputes:
             models.recompute()
-            distillation.compiled &= settings.compile == "always"
         else:
             raise ValueError(
                 f"long_length is {settings.long_length} and train {settings.train!r}; expected a shorter window or"
@@ -50,15 +51,13 @@ def fit_memory(
 
 @deterministic(warn_only=True)  # the mode of train, whose kernels take other memory
 def pass_fits(distillation: Distillation, settings: Settings) -> bool:
-    """Whether passes over random tokens fit the memory of a GPU, beside what training keeps. Layers run as they are:
-    what torch.compile makes of them takes less."""
+    """Whether passes over random tokens fit the memory of a GPU, beside what training keeps."""
     device = distillation.student.device
-    is_compiled, distillation.compiled = distillation.compiled, False
     fit = _try(distillation, settings)
-    distillation.compiled = is_compiled
     distillation.zero_grad()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # behind the handler, whose error holds the frames that hold the tensors
+    if device.type == "cuda":  # behind the handler, whose error holds the frames that hold the tensors
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
     return fit
 
 
@@ -66,17 +65,17 @@ def _try(distillation: Distillation, settings: Settings) -> bool:
     device, vocabulary = distillation.student.device, distillation.student.config.vocab_size
     trained = sum(each.numel() for each in distillation.student.parameters() if each.requires_grad)
     spare = int(MARGIN * torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 0
+    # In float32 AdamW's two moments, weights while a rate is measured, and the buckets of several processes.
+    copies = 3 + (int(os.environ.get("WORLD_SIZE", "1")) > 1)
+    shape = settings.pass_tokens // settings.long_length, settings.long_length
     try:
-        # In float32 AdamW's two moments, and a copy: buckets of several processes, or weights while a rate is measured.
-        held = torch.empty(3 * 4 * trained + spare, dtype=torch.uint8, device=device)
-        ids = torch.randint(
-            vocabulary,
-            (settings.pass_tokens // settings.long_length, settings.long_length),
-            generator=torch.Generator(),
-        )
+        held = torch.empty(4 * copies * trained + spare, dtype=torch.uint8, device=device)
+        ids = torch.randint(vocabulary, shape, generator=torch.Generator()).to(device)
         for length in {settings.length, settings.long_length}:
             run_pass(distillation, ids, length)
         del held
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         return False
     return True

@@ -179,10 +179,7 @@ def heal(
         with faults_of_the_source_named(opened_source.folder, files):
             pieces = processes.share(lambda: _open_work(work, request, resume))
             models = load_models(opened_source.folder, opened.folder, place, chosen)
-            is_compiled = chosen.compile == "always" or (
-                chosen.compile == "auto" and place.type == "cuda" and not models.recomputes and not sharded
-            )
-            distillation = Distillation(models, torch.bfloat16 if place.type == "cuda" else None, is_compiled)
+            distillation = Distillation(models, torch.bfloat16 if place.type == "cuda" else None)
             if place.type == "cuda" and not sharded:
                 at_once, recomputes = processes.share(lambda: _memory(chosen, distillation, models, pieces, progress))
                 if at_once < chosen.tokens_at_once and progress and processes.is_main:
@@ -190,7 +187,10 @@ def heal(
                 chosen = replace(chosen, tokens_at_once=at_once)
                 if recomputes and not models.recomputes:  # found by another process or run
                     models.recompute()
-                    distillation.compiled &= chosen.compile == "always"
+            if chosen.compile == "always" or (
+                chosen.compile == "auto" and place.type == "cuda" and not models.recomputes and not sharded
+            ):
+                distillation.compile_layers()
             tokens = processes.share(lambda: _budget(chosen, distillation, opened_source, pieces, progress))
             if settings.get("batch_tokens") is None:
                 chosen = chosen.of_enough_steps(tokens // request["processes"])

@@ -48,16 +48,22 @@ class Distillation(nn.Module):
 
     def __init__(self, models: Models, autocast: torch.dtype | None, compiled: bool = False) -> None:
         super().__init__()
-        self.compiled = compiled
-        self.diverge = torch.compile(divergence, **_COMPILATION) if compiled else divergence
-        for model in (models.teacher, models.student) if compiled else ():
-            for layer in model.base_model.layers:
-                layer.compile(**_COMPILATION)
+        self.compiled, self.diverge = False, divergence
         self.student, self._teacher, self._autocast = models.student, (models.teacher,), autocast
         # accelerate reads here which modules FSDP shards one by one
         self._no_split_modules = sorted({type(layer).__name__ for layer in models.student.base_model.layers})
         self.register_state_dict_post_hook(_keep_trained)
         self.register_load_state_dict_post_hook(lambda module, found: found.missing_keys.clear())
+        if compiled:
+            self.compile_layers()
+
+    def compile_layers(self) -> None:
+        """As ``compiled``. Layers that recompute activations are not to be compiled by then, or stay so: the backward
+        pass would run what the forward pass did not."""
+        self.compiled, self.diverge = True, torch.compile(divergence, **_COMPILATION)
+        for model in (*self._teacher, self.student):
+            for layer in model.base_model.layers:
+                layer.compile(**_COMPILATION)
 
     def forward(self, input_ids: Tensor, lengths: Tensor, weights: Tensor | None = None) -> dict[str, Tensor]:
         """Mean over tokens of KL(teacher ‖ student) in nats.
@@ -311,14 +317,22 @@ def _first_pass(distillation: Distillation, ids: Tensor, length: int) -> None:
     """
     try:
         run_pass(distillation, ids, length)
+        return
     except (RuntimeError, OSError) as error:
-        if not distillation.compiled:
+        if not distillation.compiled or is_out_of_memory(error):
             raise
-        distillation.compiled = False
         why = str(error).strip().partition("\n")[0]
-        warnings.warn(f"decoder layers were not compiled, and training is slower: {why:.300}", stacklevel=3)
-        distillation.zero_grad()
-        run_pass(distillation, ids, length)
+    # Behind the handler, whose error holds the frames that hold the tensors.
+    distillation.compiled = False
+    warnings.warn(f"decoder layers were not compiled, and training is slower: {why:.300}", stacklevel=3)
+    distillation.zero_grad()
+    run_pass(distillation, ids, length)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Of a GPU; not all that ask for its memory say so by their error's type."""
+    said = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in said or "ALLOC_FAILED" in said
 
 
 def run_pass(distillation: Distillation, ids: Tensor, length: int) -> None:

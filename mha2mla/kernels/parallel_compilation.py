@@ -206,7 +206,7 @@ class _Compilation:
 
         self._held = held
         atexit.register(held.close)
-        AWAITED.update((self._kernels[number].digest, self.finish) for number in self._left)
+        AWAITED.update({self._kernels[number].digest: self.finish for number in self._left})
         if not self._left:
             self.finish()
 
@@ -470,8 +470,8 @@ def serve_jobs(number: int) -> None:
     gc.freeze()  # forks share what was imported
     with suppress(EOFError, OSError):
         function, jobs, workers, has_lock = connection.recv()
-        if has_lock:
-            recv_handle(connection)
+        if has_lock:  # this process's alone: what outlives it must not hold the lock
+            os.register_at_fork(after_in_child=partial(os.close, recv_handle(connection)))
         left = dict(enumerate(jobs))
         for outcome in run_in_workers(function, jobs, workers=workers, timeout=COMPILE_TIMEOUT, start_method="fork"):
             number = next(number for number, job in left.items() if job is outcome.job)

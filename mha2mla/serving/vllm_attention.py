@@ -133,8 +133,6 @@ class LatentImpl(AttentionImplBase[LatentMetadata]):
         self.num_heads, self.head_size = geometry.num_attention_heads, layer.row.width
         self.num_kv_heads, self.scale = 1, layer.constants.softmax_scale
         self.backend = ATTENTION_BACKENDS.get(SERVED_BY)
-        self._rows: Tensor | None = None
-        self._cache: dict[str, Tensor] = {}  # views of it
 
     def forward(
         self,
@@ -164,13 +162,13 @@ class LatentImpl(AttentionImplBase[LatentMetadata]):
                 warm_up(tensors, self.backend, layer.constants, self._warm_up_length)
                 self._warm_up_length = None
             return output.zero_()
-        if self._rows is not kv_cache:  # the same from step to step
-            self._cache, self._rows = cache_views(kv_cache, layer.constants.geometry, query.dtype), kv_cache
+        if layer.views is None or layer.kv_cache is not kv_cache:  # the same from step to step
+            layer.views = cache_views(kv_cache, layer.constants.geometry, query.dtype)
         tokens, out = attn_metadata.step.batch.positions.shape[0], output
         if tokens < query.shape[0]:
             query, key, value, out = query[:tokens], key[:tokens], value[:tokens], output[:tokens]
         tensors = self._tensors(layer, query, key, value)
-        attn_metadata.steps.run(attn_metadata.step, layer.constants, tensors, self._cache, out)
+        attn_metadata.steps.run(attn_metadata.step, layer.constants, tensors, layer.views, out)
         return output
 
     @staticmethod
@@ -268,6 +266,15 @@ class MLAParallelAttention(nn.Module, AttentionLayerBase):
         if prefix in context:
             raise ValueError(f"prefix is {prefix!r}; expected a name that no other layer has")
         context[prefix] = self
+
+    @property
+    def kv_cache(self) -> Tensor:
+        return self._kv_cache
+
+    @kv_cache.setter
+    def kv_cache(self, pages: Tensor) -> None:
+        """Views of other pages are forgotten: they would keep memory that vLLM means to free."""
+        self._kv_cache, self.views = pages, None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[N, hidden] -> [N, hidden]; where tokens are, the step's metadata says."""

@@ -42,11 +42,11 @@ def room_for(tokens, recomputed, models, tried):
 )
 def test_fewer_tokens_then_recomputed_activations(room, expected, tried, folders):
     settings, models, distillation = pair(folders)
-    distillation.compiled, passes = True, []
+    passes = []
     found = fit_memory(settings, models, distillation, room_for(*room, models, passes))
     assert (found.pass_tokens, models.recomputes) == expected and passes == tried
     assert found.step_tokens == settings.step_tokens == 512
-    assert models.student.model.layers[0].gradient_checkpointing is models.recomputes is not distillation.compiled
+    assert models.student.model.layers[0].gradient_checkpointing is models.recomputes
 
 
 @pytest.mark.parametrize("checkpointing", ["auto", "never", "always"])
@@ -57,24 +57,40 @@ def test_a_window_that_does_not_fit_is_refused(checkpointing, folders):
     assert models.recomputes is (checkpointing != "never")
 
 
-def test_a_pass_that_is_tried_leaves_nothing_behind(folders, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "fits"),
+    [(torch.OutOfMemoryError(), False), (RuntimeError("CUDA error: out of memory"), False), (None, True)],
+)
+def test_a_pass_that_is_tried_leaves_nothing_behind(error, fits, folders, monkeypatch):
     settings, _, distillation = pair(folders)
     before = {name: each.clone() for name, each in distillation.state_dict().items()}
-    distillation.compiled, state, seen = True, torch.get_rng_state(), []
-    run_pass = memory.run_pass
+    state, seen, run_pass = torch.get_rng_state(), [], memory.run_pass
 
     def run(distillation, ids, length):
-        seen.append((tuple(ids.shape), length, distillation.compiled))
+        seen.append((tuple(ids.shape), length))
         run_pass(distillation, ids, length)
-        if len(seen) == 4:
-            raise torch.OutOfMemoryError
+        if len(seen) == 2 and error is not None:
+            raise error
 
     monkeypatch.setattr(memory, "run_pass", run)
-    assert [pass_fits(distillation, settings) for _ in range(2)] == [True, False]
-    assert sorted(seen) == [((4, 64), 32, False)] * 2 + [((4, 64), 64, False)] * 2 and distillation.compiled
+    assert pass_fits(distillation, settings) is fits
+    assert sorted(seen) == [((4, 64), 32), ((4, 64), 64)]
     assert all(torch.equal(before[name], each) for name, each in distillation.state_dict().items())
     assert all(each.grad is None for each in distillation.parameters())
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_pass_is_tried_where_the_models_are(folders, monkeypatch):
+    """And another error than of memory is raised."""
+    settings, models, distillation = pair(folders)
+    models.teacher.to("meta")
+    models.student.to("meta")
+    seen = []
+    monkeypatch.setattr(memory, "run_pass", lambda _, ids, length: seen.append(ids.device.type))
+    assert pass_fits(distillation, settings) and seen == ["meta"] * 2
+    monkeypatch.setattr(memory, "run_pass", lambda *_: torch.zeros(2) @ torch.zeros(3))
+    with pytest.raises(RuntimeError, match="inconsistent tensor size|size"):
+        pass_fits(distillation, settings)
 
 
 @pytest.mark.gpu

@@ -387,6 +387,21 @@ def test_a_compiler_holds_a_lock_to_its_end(tmp_path):
         assert [(number, outcome.failure) for number, outcome in compiler.outcomes()] == [(0, None)]
 
 
+def test_a_lock_goes_with_what_compiles(tmp_path):
+    """Its own processes may live on for a while when it is killed."""
+    pytest.importorskip("tilelang", reason="TileLang is not installed")
+    started, path = tmp_path / "started", tmp_path / "lock"
+    with parallel_compilation.Compiler() as compiler:
+        with parallel_compilation._locked(path) as lock:
+            job = f"[__import__('pathlib').Path({str(started)!r}).touch(), __import__('time').sleep(100)]"
+            compiler.begin(eval, [job], 1, lock)
+        while not started.exists():
+            time.sleep(0.02)
+        compiler._process.kill()
+        with path.open("a") as other:
+            fcntl.flock(other, fcntl.LOCK_EX)  # hangs, if the process that sleeps has it
+
+
 def test_what_compiles_kernels_is_found_by_its_name():
     """As processes look it up."""
     pytest.importorskip("tilelang", reason="TileLang is not installed")
