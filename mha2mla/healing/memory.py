@@ -17,38 +17,6 @@ from mha2mla.healing.training import Distillation, is_out_of_memory, run_pass
 MARGIN = 1 / 50  # of the memory
 
 
-def fit_memory(
-    settings: Settings,
-    models: Models,
-    distillation: Distillation,
-    fits: Callable[[Distillation, Settings], bool] | None = None,
-) -> Settings:
-    """``settings``, with the largest ``tokens_at_once`` up to theirs, halved again and again, at which a pass fits.
-
-    Where not even one long window fits, the backward pass recomputes activations from then on, if that is left to
-    choose.
-
-    Args:
-        distillation: not compiled, which takes no less.
-        fits: whether a pass does; default :func:`pass_fits`.
-
-    Raises:
-        ValueError: one window does not fit all the same.
-    """
-    fits = fits or pass_fits
-    while not fits(distillation, settings):
-        if settings.pass_tokens > settings.long_length:
-            settings = replace(settings, tokens_at_once=settings.pass_tokens // 2)
-        elif settings.checkpointing == "auto" and not models.recomputes:
-            models.recompute()
-        else:
-            raise ValueError(
-                f"long_length is {settings.long_length} and train {settings.train!r}; expected a shorter window or"
-                " 'lora': a pass over one window does not fit the device's memory"
-            )
-    return settings
-
-
 @deterministic(warn_only=True)  # the mode of train, whose kernels take other memory
 def pass_fits(distillation: Distillation, settings: Settings) -> bool:
     """Whether passes over random tokens fit the memory of a GPU, beside what training keeps."""
@@ -79,3 +47,34 @@ def _try(distillation: Distillation, settings: Settings) -> bool:
             raise
         return False
     return True
+
+
+def fit_memory(
+    settings: Settings,
+    models: Models,
+    distillation: Distillation,
+    fits: Callable[[Distillation, Settings], bool] = pass_fits,
+) -> Settings:
+    """``settings``, with the largest ``tokens_at_once`` up to theirs, halved again and again, at which a pass fits.
+
+    Where not even one long window fits, the backward pass recomputes activations from then on, if that is left to
+    choose.
+
+    Args:
+        distillation: not compiled, which takes no less.
+        fits: whether a pass does.
+
+    Raises:
+        ValueError: one window does not fit all the same.
+    """
+    while not fits(distillation, settings):
+        if settings.pass_tokens > settings.long_length:
+            settings = replace(settings, tokens_at_once=settings.pass_tokens // 2)
+        elif settings.checkpointing == "auto" and not models.recomputes:
+            models.recompute()
+        else:
+            raise ValueError(
+                f"long_length is {settings.long_length} and train {settings.train!r}; expected a shorter window or"
+                " 'lora': a pass over one window does not fit the device's memory"
+            )
+    return settings

@@ -180,16 +180,17 @@ def heal(
             pieces = processes.share(lambda: _open_work(work, request, resume))
             models = load_models(opened_source.folder, opened.folder, place, chosen)
             distillation = Distillation(models, torch.bfloat16 if place.type == "cuda" else None)
-            if place.type == "cuda" and not sharded:
+            own_gpu, did_recompute = place.type == "cuda" and not sharded, models.recomputes
+            if own_gpu:
                 at_once, recomputes = processes.share(lambda: _memory(chosen, distillation, models, pieces, progress))
-                if at_once < chosen.tokens_at_once and progress and processes.is_main:
-                    announce(f"passes of {at_once:,} tokens: {chosen.tokens_at_once:,} do not fit the GPU's memory")
-                chosen = replace(chosen, tokens_at_once=at_once)
                 if recomputes and not models.recomputes:  # found by another process or run
                     models.recompute()
-            if chosen.compile == "always" or (
-                chosen.compile == "auto" and place.type == "cuda" and not models.recomputes and not sharded
-            ):
+                found = at_once, recomputes
+                if found != (chosen.tokens_at_once, did_recompute) and progress and processes.is_main:
+                    how = "" if recomputes == did_recompute else ", and activations are recomputed, which is slower"
+                    announce(f"passes of {at_once:,} tokens{how}: larger ones do not fit the GPU's memory")
+                chosen = replace(chosen, tokens_at_once=at_once)
+            if chosen.compile == "always" or (chosen.compile == "auto" and own_gpu and not models.recomputes):
                 distillation.compile_layers()
             tokens = processes.share(lambda: _budget(chosen, distillation, opened_source, pieces, progress))
             if settings.get("batch_tokens") is None:
@@ -349,7 +350,6 @@ def _memory(
     that goes on."""
     if (saved := pieces.get(_MEMORY)) is not None:
         return tuple(saved[1])
-
     with waiting("trying how many tokens fit the memory", show=progress):
         found = fit_memory(settings, models, distillation)
     pieces.put(_MEMORY, {}, [found.tokens_at_once, models.recomputes])

@@ -43,10 +43,9 @@ class Distillation(nn.Module):
     Args:
         models: the teacher is no submodule; nothing moves, wraps or saves it.
         autocast: dtype of products; None: the weights' own.
-        compiled: torch.compile makes the decoder layers and the loss of training; evaluation runs them as they are.
     """
 
-    def __init__(self, models: Models, autocast: torch.dtype | None, compiled: bool = False) -> None:
+    def __init__(self, models: Models, autocast: torch.dtype | None) -> None:
         super().__init__()
         self.compiled, self.diverge = False, divergence
         self.student, self._teacher, self._autocast = models.student, (models.teacher,), autocast
@@ -54,12 +53,13 @@ class Distillation(nn.Module):
         self._no_split_modules = sorted({type(layer).__name__ for layer in models.student.base_model.layers})
         self.register_state_dict_post_hook(_keep_trained)
         self.register_load_state_dict_post_hook(lambda module, found: found.missing_keys.clear())
-        if compiled:
-            self.compile_layers()
 
     def compile_layers(self) -> None:
-        """As ``compiled``. Layers that recompute activations are not to be compiled by then, or stay so: the backward
-        pass would run what the forward pass did not."""
+        """Lets torch.compile make the decoder layers and the loss of training; evaluation runs them as they are.
+
+        Only once it is known whether layers recompute activations: those that are to and were compiled before would run
+        compiled in the backward pass alone.
+        """
         self.compiled, self.diverge = True, torch.compile(divergence, **_COMPILATION)
         for model in (*self._teacher, self.student):
             for layer in model.base_model.layers:

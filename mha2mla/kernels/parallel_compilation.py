@@ -472,11 +472,10 @@ def serve_jobs(number: int) -> None:
         function, jobs, workers, has_lock = connection.recv()
         if has_lock:  # this process's alone: what outlives it must not hold the lock
             os.register_at_fork(after_in_child=partial(os.close, recv_handle(connection)))
-        left = dict(enumerate(jobs))
-        for outcome in run_in_workers(function, jobs, workers=workers, timeout=COMPILE_TIMEOUT, start_method="fork"):
-            number = next(number for number, job in left.items() if job is outcome.job)
-            del left[number]
-            connection.send((number, replace(outcome, job=None)))  # short: the parent may read it much later
+        options = {"workers": workers, "timeout": COMPILE_TIMEOUT, "start_method": "fork"}
+        for outcome in run_in_workers(lambda numbered: function(numbered[1]), enumerate(jobs), **options):
+            # Short, since the parent may read it much later.
+            connection.send((outcome.job[0], replace(outcome, job=None)))
 
 
 def _serve(connection: Connection, function: Callable[[Any], Any], prepare: Callable[[], Any] | None) -> None:

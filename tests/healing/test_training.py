@@ -98,7 +98,9 @@ def test_compiled_layers_train_as_they_are(models):
     ids, lengths = tiny.some_tokens(2, 32), torch.tensor([32, 32])
     found = []
     for compiled in (False, True):
-        distillation = Distillation(models, None, compiled)
+        distillation = Distillation(models, None)
+        if compiled:
+            distillation.compile_layers()
         with Calls() as calls:
             evaluated = distillation.eval()(ids, lengths)["loss"]
         assert "aten::silu" in calls.names  # evaluation compiles nothing
@@ -137,7 +139,8 @@ def test_layers_have_one_graph(models):
 def test_every_shape_has_its_graph(models, monkeypatch):
     monkeypatch.setattr(training, "_COMPILATION", {"dynamic": False, "backend": "eager"})
     torch.compiler.reset()
-    distillation, counts = Distillation(models, None, True).train(), []
+    distillation, counts = Distillation(models, None).train(), []
+    distillation.compile_layers()
     for length in range(16, 23):  # with a teacher and a student 14 graphs of layers
         distillation(tiny.some_tokens(1, length), torch.tensor([length]))
         counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
@@ -146,7 +149,8 @@ def test_every_shape_has_its_graph(models, monkeypatch):
 
 def test_training_runs_what_warm_up_compiled(models):
     torch.compiler.reset()
-    distillation = Distillation(models, None, True)
+    distillation = Distillation(models, None)
+    distillation.compile_layers()
     blocks = TokenBlocks.of(tiny.some_tokens(4, 32))
     warm_up(distillation, blocks, 2)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -165,7 +169,8 @@ def test_compiled_codes_are_those_of_their_rows():
     settings = Settings.of("standard", tokens=2**16, train="all")
     models = prepare_models(teacher.requires_grad_(False), student, place, settings)
     torch.compiler.reset()
-    distillation = Distillation(models, torch.bfloat16, compiled=True)
+    distillation = Distillation(models, torch.bfloat16)
+    distillation.compile_layers()
     ids, lengths = torch.randint(100, 49000, (4, 8192), device=place), torch.full((4,), 1024)
     with torch.no_grad():
         expected = distillation.eval()(ids, lengths)["loss"]
@@ -189,7 +194,8 @@ def test_a_step_runs_few_ops_and_fills_no_memory(models):
 @pytest.mark.parametrize("from_minutes", [False, True])
 def test_layers_that_do_not_compile_train_plainly(from_minutes, folders, monkeypatch):
     settings = Settings.of("quick", tokens=64, length=32, long_length=32)
-    distillation = Distillation(load_models(*folders, torch.device("cpu"), settings), None, True)
+    distillation = Distillation(load_models(*folders, torch.device("cpu"), settings), None)
+    distillation.compile_layers()
     forward = Distillation._forward
 
     def broken(self, *inputs):

@@ -240,7 +240,7 @@ def _attention(
         out[used:].zero_()
     for index, (group, part) in enumerate(zip(layout.groups, groups, strict=True)):
         if part.targets is None:
-            decoded(index, out[group.first_token :][: len(group.rows) * group.seqlen_q])
+            decoded(index, out[group.first_token : group.first_token + len(group.rows) * group.seqlen_q])
         else:  # pieces overlap; of two results always the same one is written
             out.index_copy_(0, part.targets.long(), decoded(index, None))
     if plan.window >= 0:
