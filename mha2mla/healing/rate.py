@@ -10,13 +10,13 @@ from torch import Tensor
 
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.fit.repeatable import deterministic
+from mha2mla.healing.optimizer import first_directions
 from mha2mla.healing.settings import Settings
 from mha2mla.healing.training import Distillation, passes, warm_up
 
 RATES = tuple(1e-2 * 2.0**-halvings for halvings in range(20))  # tried from the largest on, down to 2e-8
 MAX_MEASURED = 1 << 15  # tokens
 HARM = 1 / 20  # of the KL: what a first step may add to it; 1 % is noise
-_EPSILON = 1e-8  # AdamW's
 
 
 @deterministic(warn_only=True)  # the mode of train: in another one layers are compiled again
@@ -32,7 +32,7 @@ def first_steps(
 ) -> list[dict[str, float]]:
     """KL on held-out windows after one step from the weights as they are, which they are again afterwards.
 
-    A step is Adam's first, -rate · g / (|g| + 1e-8), with the gradient g of the tokens of one optimizer step.
+    A step is the optimizer's first, of AdamW -rate · g / (|g| + 1e-8), with the gradient g of the tokens of one step.
 
     Args:
         held_out: of it as many tokens count as a step has, at most :data:`MAX_MEASURED`, at least a block of each
@@ -65,21 +65,21 @@ def first_steps(
     order = passes(blocks.lengths, per_pass, settings.accumulation * per_pass, settings.seed)
     for start in range(0, len(order), per_pass):
         (loss(blocks, order[start : start + per_pass], weights) / settings.accumulation).backward()
-    trained = [weight for weight in distillation.student.parameters() if weight.grad is not None]
-    before = [weight.detach().clone() for weight in trained]
+    with torch.no_grad():
+        moved = [(*each, each[0].detach().clone()) for each in first_directions(distillation.student, settings)]
+    distillation.zero_grad()
     try:
         for rate in rates:
             with torch.no_grad():
-                for weight, old in zip(trained, before, strict=True):
-                    weight.copy_(old - rate * weight.grad / (weight.grad.abs() + _EPSILON))
+                for weight, direction, old in moved:
+                    weight.copy_(old - rate * direction)
             rows.append({"rate": rate, "held_out_kl": divergence()})
             if not try_all and _harm(rows, rows[-1]) <= HARM:
                 break
     finally:
         with torch.no_grad():
-            for weight, old in zip(trained, before, strict=True):
+            for weight, _, old in moved:
                 weight.copy_(old)
-        distillation.zero_grad()
     return rows
 
 

@@ -13,6 +13,7 @@ from mha2mla.conversion.calibration.texts import DIVERSE
 
 PresetName = Literal["quick", "standard", "long"]
 Trained = Literal["attention", "lora", "all"]
+Optimizer = Literal["adamw", "muon"]
 Keep = Literal["best", "last"]
 When = Literal["auto", "always", "never"]
 # By time: a laptop's GPU, one H200, a night. tokens_at_once is what a pass holds in memory.
@@ -45,6 +46,7 @@ class Settings:
         preset: source of what is not given.
         minutes: minutes of training on this machine, whose speed is measured first; None: ``tokens`` alone.
         tokens: most tokens to train on, in whole steps; None: ``minutes`` alone.
+        optimizer: "adamw", or "muon", whose step of a weight matrix has one size in all of its directions.
         train: "attention", "lora" (adapters of attention's projections, merged at the end), or "all" weights.
         rate: learning rate; None: measured, the largest at which a first step adds at most a twentieth to the KL.
         latent_rate: learning rate of the maps to and from the latent, beside a given ``rate``; None: ``rate``.
@@ -78,6 +80,7 @@ class Settings:
     batch_tokens: int
     tokens_at_once: int
     tokens: int | None = None
+    optimizer: Optimizer = "adamw"
     train: Trained = "attention"
     rate: float | None = None
     latent_rate: float | None = None
@@ -92,7 +95,8 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, kind in (("train", Trained), ("keep", Keep), ("checkpointing", When), ("compile", When)):
+        words_of = {"train": Trained, "optimizer": Optimizer, "keep": Keep, "checkpointing": When, "compile": When}
+        for name, kind in words_of.items():
             value, words = getattr(self, name), get_args(kind)
             if value not in words:
                 close = did_you_mean(value, words)

@@ -22,8 +22,9 @@ from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.fit.repeatable import deterministic
 from mha2mla.files import atomic_write
 from mha2mla.healing.loss import distillation_loss, divergence
+from mha2mla.healing.optimizer import make_optimizer
 from mha2mla.healing.settings import Settings
-from mha2mla.healing.student import Models, parameter_groups
+from mha2mla.healing.student import Models
 from mha2mla.terminal import progress_bar, waiting
 
 WARM_UP, DECAY = 0.03, 0.2  # shares of the steps
@@ -144,7 +145,7 @@ class _Arguments(TrainingArguments):
 
 
 class _Trainer(Trainer):
-    """AdamW with a rate for each group, over blocks in the order of their dataset."""
+    """The optimizer of the settings, over blocks in the order of their dataset."""
 
     def __init__(self, settings: Settings, **keywords: Any) -> None:
         super().__init__(**keywords)
@@ -152,9 +153,7 @@ class _Trainer(Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            groups = parameter_groups((model or self.model), self._settings)
-            fused = self.args.device.type == "cuda"
-            self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
+            self.optimizer = make_optimizer((model or self.model).student, self._settings)
         return self.optimizer
 
     def get_train_dataloader(self) -> DataLoader:
@@ -367,7 +366,7 @@ def train(
 
     Args:
         tokens: to train on at most, in whole steps; at least one step is made.
-        folder: of the checkpoints: trained weights, AdamW's state, random states.
+        folder: of the checkpoints: trained weights, the optimizer's state, random states.
         going_on: the checkpoint there to go on from (:func:`last_checkpoint`).
         weights: [blocks, size] of the tokens' losses.
         log: JSON file that has the curve so far after every evaluation.

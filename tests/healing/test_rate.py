@@ -1,6 +1,7 @@
 """The rate of a healing is measured by first steps, which leave the weights as they were."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -8,9 +9,10 @@ import torch
 import mha2mla
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.healing import run
+from mha2mla.healing.optimizer import make_optimizer
 from mha2mla.healing.rate import HARM, RATES, first_steps, rate_of_little_harm, said_of
-from mha2mla.healing.settings import Settings
-from mha2mla.healing.student import load_models, parameter_groups
+from mha2mla.healing.settings import Optimizer, Settings
+from mha2mla.healing.student import load_models
 from mha2mla.healing.training import Distillation
 from tests.conversion import tiny
 
@@ -28,8 +30,10 @@ def distillation(folders):
     return Distillation(load_models(*folders, torch.device("cpu"), Settings.of("quick", **WINDOWS)), None)
 
 
-def test_a_step_is_the_optimizers_first_and_is_taken_back(distillation):
-    settings, blocks, held_out = Settings.of("quick", **WINDOWS, rate=3e-3), blocks_of(0, count=4), blocks_of(1)
+@pytest.mark.parametrize("optimizer", get_args(Optimizer))
+def test_a_step_is_the_optimizers_first_and_is_taken_back(optimizer, distillation):
+    settings = Settings.of("quick", **WINDOWS, rate=3e-3, optimizer=optimizer)
+    blocks, held_out = blocks_of(0, count=4), blocks_of(1)
     before = {name: each.clone() for name, each in distillation.student.state_dict().items()}
     rows = first_steps(distillation, blocks, held_out, settings, rates=[1.0, 3e-3, 1e-3], try_all=True)
     after = distillation.student.state_dict()
@@ -44,7 +48,7 @@ def test_a_step_is_the_optimizers_first_and_is_taken_back(distillation):
 
     assert rows[0]["held_out_kl"] == pytest.approx(divergence(), rel=1e-5)
     distillation.train()(blocks.tokens, torch.full((4,), 32))["loss"].backward()
-    torch.optim.AdamW(parameter_groups(distillation.student, settings), betas=(0.9, 0.95), weight_decay=0.0).step()
+    make_optimizer(distillation.student, settings).step()
     assert rows[2]["held_out_kl"] == pytest.approx(divergence(), rel=1e-4)
     assert rows[2]["held_out_kl"] < rows[0]["held_out_kl"] < rows[1]["held_out_kl"]
 

@@ -474,12 +474,13 @@ def in_two_processes(folders, tmp_path, keys, sharded, end):
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
 
 
-def two_processes_train_as_one(folders, tmp_path, device, sharded, tolerance):
+def two_processes_train_as_one(folders, tmp_path, device, sharded, tolerance, **more):
     """Two processes are killed in step 4 of 5 and started again; one process has steps of twice the tokens.
 
     Weights whose gradient is rounding noise move all the same, by AdamW's scaling: what they predict is compared.
     """
-    out, keys = tmp_path / "out", {"device": device, "progress": False, "keep": "last", "compile": "never", **SMALL}
+    keys = {"device": device, "progress": False, "keep": "last", "compile": "never", **SMALL, **more}
+    out = tmp_path / "out"
     killed, done = (in_two_processes(folders, tmp_path, keys, sharded, end) for end in ("8", "0"))
     assert "SIGKILL" in killed.stderr, killed.stderr[-3000:]
     assert done.returncode == 0, done.stderr[-3000:]
@@ -491,12 +492,16 @@ def two_processes_train_as_one(folders, tmp_path, device, sharded, tolerance):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharded", [False, True], ids=["data parallel", "FSDP"])
-def test_two_processes_train_as_one_with_twice_the_batch(sharded, folders, tmp_path):
+@pytest.mark.parametrize(
+    ("sharded", "optimizer"),
+    [(False, "adamw"), (True, "adamw"), (True, "muon")],
+    ids=["data parallel", "FSDP", "FSDP, Muon"],
+)
+def test_two_processes_train_as_one_with_twice_the_batch(sharded, optimizer, folders, tmp_path):
     """Over gloo, as ``accelerate launch`` and ``torchrun`` start it."""
     if sharded and torch.cuda.is_available():
         pytest.skip("fully_shard takes the GPU where there is one")
-    two_processes_train_as_one(folders, tmp_path, "cpu", sharded, tolerance=0.02)
+    two_processes_train_as_one(folders, tmp_path, "cpu", sharded, tolerance=0.02, optimizer=optimizer)
 
 
 @pytest.mark.slow

@@ -1,0 +1,116 @@
+"""Optimizers of healing: AdamW, and Muon, whose steps are as large in every direction of a weight matrix."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from mha2mla.healing.settings import Settings
+from mha2mla.healing.student import parameter_groups
+
+BETAS, EPSILON = (0.9, 0.95), 1e-8  # AdamW's
+MOMENTUM = 0.95  # Muon's
+# Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024): five steps of this polynomial bring
+# singular values from 0.002 to 1 between 0.7 and 1.2.
+_ITERATIONS, _POLYNOMIAL = 5, (3.4445, -4.7750, 2.0315)
+
+
+def orthogonalise(matrices: Tensor) -> Tensor:
+    """The matrices with nearly the same singular vectors and singular values between 0.7 and 1.2, in float32.
+
+    Args:
+        matrices: [..., rows, columns]; one of zeros stays so.
+    """
+    wide = matrices if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT
+    wide = wide / wide.float().norm(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    wide = wide.to(torch.bfloat16 if wide.is_cuda else torch.float32)
+    first, third, fifth = _POLYNOMIAL
+    for _ in range(_ITERATIONS):
+        square = wide @ wide.mT
+        wide = first * wide + (third * square + fifth * square @ square) @ wide
+    return (wide if matrices.shape[-2] <= matrices.shape[-1] else wide.mT).float()
+
+
+def muon_direction(gradient: Tensor) -> Tensor:
+    """The orthogonalised gradient [..., rows, columns], its elements' root mean square about 1 at full rank."""
+    return orthogonalise(gradient).mul_(math.sqrt(max(gradient.shape[-2:])))
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon with Nesterov's momentum for groups that say ``matrices``, by matrix or head; AdamW for the others. No
+    weight decay.
+
+    Sharded weights are gathered: every process makes the whole step and keeps its part.
+
+    Args:
+        groups: of parameters, with ``lr``, what a step changes an element by, and ``matrices``.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    one = self._of_matrices if group["matrices"] else self._of_elements
+                    weight.sub_(one(weight.grad, self.state[weight]), alpha=group["lr"])
+
+    @staticmethod
+    def _of_matrices(gradient: Tensor, state: dict[str, Tensor]) -> Tensor:
+        if not state:
+            state["momentum"] = torch.zeros_like(gradient)
+        momentum = state["momentum"].lerp_(gradient, 1 - MOMENTUM)
+        ahead = gradient.lerp(momentum, MOMENTUM)
+        if not isinstance(ahead, DTensor):
+            return muon_direction(ahead)
+        made = muon_direction(ahead.full_tensor())
+        return distribute_tensor(made, ahead.device_mesh, ahead.placements, src_data_rank=None)
+
+    @staticmethod
+    def _of_elements(gradient: Tensor, state: dict[str, Tensor]) -> Tensor:
+        if not state:
+            state |= {name: torch.zeros_like(gradient) for name in ("first", "second")} | {"step": torch.zeros(())}
+        state["step"] += 1
+        first, second = state["first"].lerp_(gradient, 1 - BETAS[0]), state["second"]
+        second.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
+        steps = state["step"].item()
+        size = (second / (1 - BETAS[1] ** steps)).sqrt_().add_(EPSILON)
+        return first / (1 - BETAS[0] ** steps) / size
+
+
+def matrices_of(student: nn.Module) -> set[int]:
+    """Ids of the weights that Muon moves as matrices: of two dimensions and more, but for embeddings, whose gradients
+    are of few words."""
+    words = {id(each.weight) for each in (student.get_input_embeddings(), student.get_output_embeddings())}
+    return {id(each) for each in student.parameters() if each.ndim > 1 and id(each) not in words}
+
+
+def make_optimizer(student: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    """The optimizer of ``settings`` over the trained parameters."""
+    groups = parameter_groups(student, settings)
+    if settings.optimizer == "adamw":
+        fused = next(student.parameters()).is_cuda
+        return torch.optim.AdamW(groups, betas=BETAS, eps=EPSILON, weight_decay=0.0, fused=fused)
+    matrices = matrices_of(student)
+    parts = []
+    for group in groups:
+        for chosen in (True, False):
+            found = [each for each in group["params"] if (id(each) in matrices) is chosen]
+            parts += [{**group, "params": found, "matrices": chosen}] if found else []
+    return Muon(parts)
+
+
+def first_directions(student: nn.Module, settings: Settings) -> list[tuple[Tensor, Tensor]]:
+    """Trained weights that have a gradient, and what the optimizer's first step subtracts for a rate of 1."""
+    matrices = matrices_of(student) if settings.optimizer == "muon" else set()
+    return [
+        (each, muon_direction(each.grad) if id(each) in matrices else each.grad / (each.grad.abs() + EPSILON))
+        for each in student.parameters()
+        if each.grad is not None
+    ]

@@ -1,0 +1,108 @@
+"""Muon's steps, by matrices, and AdamW's for what is no matrix."""
+
+import pytest
+import torch
+
+from mha2mla.healing.optimizer import MOMENTUM, Muon, make_optimizer, matrices_of, muon_direction, orthogonalise
+from mha2mla.healing.settings import Settings
+from mha2mla.healing.student import load_models
+
+SETTINGS = {"tokens": 128, "length": 32, "long_length": 32, "rate": 1e-3}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def random(*shape, seed=0, device="cpu"):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(48, 16), (16, 48), (3, 8, 24), (5, 1)])
+def test_directions_stay_and_sizes_become_one(shape, device):
+    given = random(*shape, device=device)
+    left, sizes, right = torch.linalg.svd(given, full_matrices=False)
+    found = left.mT @ orthogonalise(given) @ right.mH
+    diagonal = found.diagonal(dim1=-2, dim2=-1)
+    assert ((diagonal > 0.65) & (diagonal < 1.25)).all() and (sizes.amax() > 1.3 * sizes.amin() or 1 in shape)
+    aside = found - torch.diag_embed(diagonal)
+    assert aside.abs().max() < (0.02 if device == "cuda" else 1e-5)  # bfloat16 on a GPU
+
+
+@pytest.mark.parametrize("factor", [1e-15, 1.0, 1e15])
+def test_the_gradients_size_does_not_count(factor):
+    given = random(12, 20)
+    found = muon_direction(given * factor)
+    torch.testing.assert_close(found, muon_direction(given))
+    assert 0.8 < found.square().mean().sqrt() < 1.2
+    assert not muon_direction(torch.zeros(3, 4)).any()
+
+
+def test_a_step_of_each_kind_is_the_plain_one():
+    matrix, vector = (torch.nn.Parameter(random(*shape)) for shape in ((6, 4), (5,)))
+    beside = torch.nn.Parameter(vector.detach().clone())
+    optimizer = Muon([
+        {"params": [matrix], "lr": 1e-2, "matrices": True},
+        {"params": [vector], "lr": 1e-3, "matrices": False},
+    ])  # fmt: skip
+    adamw = torch.optim.AdamW([beside], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    momentum, expected = torch.zeros(6, 4), matrix.detach().clone()
+    for step in range(3):
+        matrix.grad, vector.grad = random(6, 4, seed=step), random(5, seed=step)
+        beside.grad = vector.grad.clone()
+        momentum = MOMENTUM * momentum + (1 - MOMENTUM) * matrix.grad
+        expected -= 1e-2 * muon_direction(MOMENTUM * momentum + (1 - MOMENTUM) * matrix.grad)
+        optimizer.step()
+        adamw.step()
+    torch.testing.assert_close(matrix.detach(), expected)
+    torch.testing.assert_close(vector, beside)
+
+
+def test_a_state_is_taken_up():
+    def steps(optimizer, weights, seeds):
+        for seed in seeds:
+            for weight in weights:
+                weight.grad = random(*weight.shape, seed=seed)
+            optimizer.step()
+
+    def made():
+        weights = [torch.nn.Parameter(random(6, 4)), torch.nn.Parameter(random(5))]
+        groups = [{"params": [each], "lr": 1e-2, "matrices": each.ndim > 1} for each in weights]
+        return weights, Muon(groups)
+
+    weights, optimizer = made()
+    steps(optimizer, weights, range(4))
+    others, first = made()
+    steps(first, others, range(2))
+    again, second = made()
+    second.load_state_dict(first.state_dict())
+    for weight, other in zip(again, others, strict=True):
+        weight.data.copy_(other.data)
+    steps(second, again, range(2, 4))
+    assert all(torch.equal(weight, other) for weight, other in zip(weights, again, strict=True))
+
+
+@pytest.mark.parametrize("train", ["attention", "all"])
+def test_which_weights_are_matrices(train, folders):
+    settings = Settings.of("quick", optimizer="muon", train=train, **SETTINGS)
+    student = load_models(*folders, torch.device("cpu"), settings).student
+    names = {id(each): name for name, each in student.named_parameters()}
+    optimizer = make_optimizer(student, settings)
+    found = {group["matrices"]: {names[id(each)] for each in group["params"]} for group in optimizer.param_groups}
+    trained = {name for name, each in student.named_parameters() if each.requires_grad}
+    assert found[True] | found.get(False, set()) == trained
+    assert found[True] == {names[each] for each in matrices_of(student)} & trained
+    aside = {name for name in trained if "embed" in name or "lm_head" in name or "norm" in name or "bias" in name}
+    assert found.get(False, set()) == aside
+    assert {group["lr"] for group in optimizer.param_groups} == {1e-3}
+
+
+def test_adamw_is_torchs(folders):
+    settings = Settings.of("quick", **SETTINGS)
+    student = load_models(*folders, torch.device("cpu"), settings).student
+    optimizer = make_optimizer(student, settings)
+    assert type(optimizer) is torch.optim.AdamW
+    assert optimizer.defaults["betas"] == (0.9, 0.95) and optimizer.defaults["weight_decay"] == 0.0
+
+
+def test_another_one_is_refused():
+    with pytest.raises(ValueError, match="optimizer is 'moun'; expected one of 'adamw', 'muon'"):
+        Settings.of("quick", optimizer="moun")
