@@ -54,7 +54,7 @@ from mha2mla.files import atomic_write
 from mha2mla.healing.memory import fit_memory
 from mha2mla.healing.rate import RATES, first_steps, rate_of_little_harm
 from mha2mla.healing.run import device_use
-from mha2mla.healing.settings import DEFAULT_TEXT, PRESETS, Settings, Trained
+from mha2mla.healing.settings import DEFAULT_TEXT, PRESETS, Optimizer, Settings, Trained
 from mha2mla.healing.student import ATTENTION, load_models, prepare_models
 from mha2mla.healing.text import describe_text, hold_out, source_perplexity, training_text
 from mha2mla.healing.training import Distillation
@@ -376,6 +376,7 @@ def first_step(
     converted: str,
     text: str = DEFAULT_TEXT,
     train: Trained = "attention",
+    optimizer: Optimizer = "adamw",
     tokens: int = 1 << 16,
     text_tokens: int = 8_000_000,
     length: int = 1024,
@@ -385,13 +386,13 @@ def first_step(
     device: str | None = None,
     json: str | None = None,
 ) -> bool:
-    """KL on held-out windows after one step of Adam's first kind, rate * g / (abs(g) + 1e-8), by its rate: how large a
-    step a conversion takes.
+    """KL on held-out windows after an optimizer's first step by its rate, of AdamW rate * g / (abs(g) + 1e-8): how
+    large a step a conversion takes.
 
     Args:
         source, converted: folders.
         text: as of ``mha2mla heal``.
-        train: whose weights move.
+        train: whose weights move. optimizer: as of ``mha2mla heal``.
         tokens: of the gradient, and to measure on, of these at most 32,768.
         text_tokens: different ones of the text.
         length, long_length: tokens of windows. long_share: share of tokens in long ones.
@@ -402,7 +403,7 @@ def first_step(
     place = compute_device(device)
     windows = {"length": length, "long_length": long_length, "long_share": long_share}
     batch = {"tokens": tokens, "batch_tokens": tokens, "tokens_at_once": long_length}
-    settings = Settings.of("standard", train=train, text_tokens=text_tokens, **batch, **windows)
+    settings = Settings.of("standard", train=train, optimizer=optimizer, text_tokens=text_tokens, **batch, **windows)
     with TemporaryDirectory() as folder:
         blocks, held_out = hold_out(blocks_of(open_source(Path(source)), text, settings, Path(folder), place))
     models = load_models(Path(source), Path(converted), place, settings)

@@ -33,8 +33,8 @@ def _try(distillation: Distillation, settings: Settings) -> bool:
     device, vocabulary = distillation.student.device, distillation.student.config.vocab_size
     trained = sum(each.numel() for each in distillation.student.parameters() if each.requires_grad)
     spare = int(MARGIN * torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 0
-    # In float32 AdamW's two moments, weights while a rate is measured, and the buckets of several processes.
-    copies = 3 + (int(os.environ.get("WORLD_SIZE", "1")) > 1)
+    # In float32: AdamW's two moments, or weights and directions while a rate is measured; buckets of several processes.
+    copies = 2 + (int(os.environ.get("WORLD_SIZE", "1")) > 1)
     shape = settings.pass_tokens // settings.long_length, settings.long_length
     try:
         held = torch.empty(4 * copies * trained + spare, dtype=torch.uint8, device=device)

@@ -95,6 +95,7 @@ class HealingReport:
         by_window = ", ".join(
             f"{share:.0%} in windows of {length:,}" for length, share in text["distinct_4grams_by_window"].items()
         )
+        why = f", {said_of(self.first_steps, self.settings.optimizer)}" if self.first_steps else ""
         limit = "" if self.flop_share is None else f", {self.flop_share:.1%} of the GPU's FLOP/s"
         better = f"a rate below {self.settings.rate:.3g}" + ", or attention alone" * (self.settings.train == "all")
         return {
@@ -107,7 +108,7 @@ class HealingReport:
             f" {trained.held_out_best:.4g} after step {trained.best_step}; step {trained.kept_step} is kept; of"
             f" training {usual:.4g} in the median, at most {largest:.4g} at step {at}",
             **({"better": better} if trained.best_step == 0 else {}),
-            "rate": f"{self.settings.rate:.3g}" + (f", {said_of(self.first_steps)}" if self.first_steps else ""),
+            "rate": f"{self.settings.rate:.3g} by {self.settings.optimizer}{why}",
             "trained": f"{_WHAT[self.settings.train]}, {self.trained_parameters:,} of {self.parameters:,} parameters;"
             f" {trained.tokens:,} tokens in {trained.steps:,} steps, {trained.passes:.2f} passes over"
             f" {text['unique_tokens']:,} of {text['name']}",

@@ -37,7 +37,7 @@ from mha2mla.conversion.source.opening import OpenedFolder, Source, open_convert
 from mha2mla.environment import collect_environment, compute_device, device_name, installed_version
 from mha2mla.files import atomic_write
 from mha2mla.healing.memory import fit_memory
-from mha2mla.healing.rate import first_steps, rate_of_little_harm
+from mha2mla.healing.rate import first_steps, measured_rate
 from mha2mla.healing.record import OWN_WINDOWS, HealingReport, check_pair, write_healed, write_record
 from mha2mla.healing.settings import DEFAULT_TEXT, PresetName, Settings
 from mha2mla.healing.student import Models, is_sharded, load_models
@@ -225,7 +225,7 @@ def heal(
                 tried = processes.share(
                     lambda: _first_steps(distillation, blocks, held_out, chosen, weights, pieces, progress)
                 )
-                chosen = replace(chosen, rate=rate_of_little_harm(tried))
+                chosen = replace(chosen, rate=measured_rate(tried, chosen.optimizer))
             newest = processes.share(lambda: last_checkpoint(checkpoints))
             if newest and progress and processes.is_main:
                 announce(f"going on from {newest.name} of an interrupted run")

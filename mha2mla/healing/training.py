@@ -27,7 +27,9 @@ from mha2mla.healing.settings import Settings
 from mha2mla.healing.student import Models
 from mha2mla.terminal import progress_bar, waiting
 
-WARM_UP, DECAY = 0.03, 0.2  # shares of the steps
+# Shares of the steps. Muon's rate falls from the warm-up on, linearly: its steps do not shrink as gradients disagree,
+# and nearly all that it gains it gains while the rate falls.
+WARM_UP, DECAY = 0.03, 0.2
 _LOGS = 200
 _TIMED = 3  # passes
 _COMPLETE = "complete.json"
@@ -402,9 +404,10 @@ def train(
     )
     step_tokens = settings.step_tokens * arguments.world_size
     steps = max(1, tokens // step_tokens)
-    every = max(1, steps // settings.evaluations)
+    every, is_muon = max(1, steps // settings.evaluations), settings.optimizer == "muon"
     arguments.max_steps, arguments.warmup_steps = steps, min(math.ceil(WARM_UP * steps), steps - 1)
-    arguments.lr_scheduler_kwargs = {"num_decay_steps": max(1, round(DECAY * steps)), "decay_type": "1-sqrt"}
+    decay, how = (steps - arguments.warmup_steps, "linear") if is_muon else (max(1, round(DECAY * steps)), "1-sqrt")
+    arguments.lr_scheduler_kwargs = {"num_decay_steps": decay, "decay_type": how}
     arguments.eval_steps = arguments.save_steps = every
     arguments.logging_steps = max(1, steps // _LOGS)
     order = passes(blocks.lengths, per_pass, steps * step_tokens // blocks.size, settings.seed)

@@ -10,7 +10,7 @@ import mha2mla
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.healing import run
 from mha2mla.healing.optimizer import make_optimizer
-from mha2mla.healing.rate import HARM, RATES, first_steps, rate_of_little_harm, said_of
+from mha2mla.healing.rate import HARM, RATES, first_steps, measured_rate, rate_of_little_harm, said_of
 from mha2mla.healing.settings import Optimizer, Settings
 from mha2mla.healing.student import load_models
 from mha2mla.healing.training import Distillation
@@ -90,10 +90,13 @@ def test_rate_between_the_steps(harms, expected):
     rows = [{"rate": 0.0, "held_out_kl": 0.5}]
     rows += [{"rate": 2.0**-index, "held_out_kl": 0.5 * (1 + harm)} for index, harm in enumerate(harms)]
     assert rate_of_little_harm(rows) == pytest.approx(expected)
-    assert said_of(rows).startswith("the largest at which" if harms[-1] <= HARM else "the smallest that was tried")
+    why = "the largest at which" if harms[-1] <= HARM else "the smallest that was tried"
+    assert said_of(rows, "adamw").startswith(why) and said_of(rows, "muon").startswith(f"0.5 of {why}")
+    assert (measured_rate(rows, "adamw"), measured_rate(rows, "muon")) == pytest.approx((expected, expected / 2))
 
 
-def test_heal_measures_its_rate_once(folders, tmp_path, monkeypatch):
+@pytest.mark.parametrize("optimizer", get_args(Optimizer))
+def test_heal_measures_its_rate_once(optimizer, folders, tmp_path, monkeypatch):
     """A run that goes on finds the rate; the record names it, so that its flags repeat the run."""
     calls, measure, train = [], run.first_steps, run.train
 
@@ -106,6 +109,7 @@ def test_heal_measures_its_rate_once(folders, tmp_path, monkeypatch):
 
     monkeypatch.setattr(run, "first_steps", measuring)
     keys = {"text": tiny.some_tokens(48, 32), "device": "cpu", "progress": False, **WINDOWS, "tokens": 6400}
+    keys["optimizer"] = optimizer
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(run, "train", interrupted)
         mha2mla.heal(*folders, tmp_path / "out", **keys)
@@ -113,11 +117,13 @@ def test_heal_measures_its_rate_once(folders, tmp_path, monkeypatch):
     report = mha2mla.heal(*folders, tmp_path / "out", **keys)
     assert len(calls) == 1
     rates = [row["rate"] for row in report.first_steps]
-    assert rates == [0.0, *RATES[: len(rates) - 1]] and report.settings.rate == rate_of_little_harm(report.first_steps)
+    assert rates == [0.0, *RATES[: len(rates) - 1]]
+    assert report.settings.rate == measured_rate(report.first_steps, optimizer)
     assert report.trained.held_out_best < report.trained.held_out_before
-    assert report.lines()["rate"] == f"{report.settings.rate:.3g}, {WHY}"
+    why = f", {said_of(report.first_steps, optimizer)}"
+    assert report.lines()["rate"] == f"{report.settings.rate:.3g} by {optimizer}{why}" and WHY in why
     given = mha2mla.heal(*folders, tmp_path / "given", **keys, rate=report.settings.rate)
-    assert given.first_steps == () and given.lines()["rate"] == f"{report.settings.rate:.3g}"
+    assert given.first_steps == () and given.lines()["rate"] == f"{report.settings.rate:.3g} by {optimizer}"
     assert given.weights_sha256 == report.weights_sha256
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import os
 import shutil
 import signal
@@ -72,6 +73,17 @@ def test_loss_falls_and_attention_alone_changes(folders, tmp_path):
     changed = ours.keys() - same
     assert {name.rpartition("self_attn.")[2] for name in changed} >= {"q_proj.weight", "kv_a_proj.weight", "v_b_proj"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_how_long_the_rate_falls(optimizer, folders, tmp_path):
+    """Of 20 steps the first warms up; then AdamW's rate falls in the last four, Muon's in all."""
+    report = heal(folders, tmp_path / "out", tokens=2560, rate=1e-3, optimizer=optimizer)
+    shares = [row["rate"] / 1e-3 for row in report.trained.curve if "rate" in row]
+    falling = [1 - step / 19 for step in range(19)]
+    if optimizer == "adamw":
+        falling = [1.0] * 16 + [1 - math.sqrt(step / 4) for step in (1, 2, 3)]
+    assert shares == pytest.approx([0.0, *falling])
 
 
 def test_speed_leaves_evaluations_out_and_log_has_the_curve(folders, tmp_path, monkeypatch):
