@@ -102,7 +102,14 @@ def test_a_small_gpu_trains_fewer_tokens_at_once(tmp_path, folders, capsys):
     torch.cuda.set_per_process_memory_fraction(0.05)
     try:
         report = mha2mla.heal(
-            *folders, tmp_path / "healed", text=windows, rate=1e-5, evaluations=1, device="cuda", **settings
+            *folders,
+            tmp_path / "healed",
+            text=windows,
+            rate=1e-5,
+            evaluations=1,
+            compile="never",
+            device="cuda",
+            **settings,
         )
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
