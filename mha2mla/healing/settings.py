@@ -48,7 +48,8 @@ class Settings:
         tokens: most tokens to train on, in whole steps; None: ``minutes`` alone.
         optimizer: "adamw", or "muon", whose step of a weight matrix has one size in all of its directions.
         train: "attention", "lora" (adapters of attention's projections, merged at the end), or "all" weights.
-        rate: learning rate; None: measured, the largest at which a first step adds at most a twentieth to the KL.
+        rate: learning rate; None: measured, the largest at which a first step adds at most a twentieth to the KL, by
+            Muon half of it.
         latent_rate: learning rate of the maps to and from the latent, beside a given ``rate``; None: ``rate``.
         lora_rank: rank of an adapter, whose scale is 2.
         text_tokens: different tokens of text, at most; more training passes over them again.

@@ -9,6 +9,7 @@ import signal
 import statistics
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 import torch
@@ -20,12 +21,14 @@ from mha2mla.conversion.destination import DestinationError
 from mha2mla.conversion.resume import ResumeError
 from mha2mla.eval.inspection import verify_weights
 from mha2mla.healing import run, student, text, training
+from mha2mla.healing.settings import Optimizer
 from tests.commands import ROOT, parse
 from tests.conversion import tiny
 from tests.conversion.tiny import SHORT
-from tests.few import few
+from tests.few import each
 from tests.healing.conftest import LATENT
 
+OPTIMIZERS = get_args(Optimizer)
 SMALL = {"tokens": 1280, "batch_tokens": 128, "tokens_at_once": 64, "rate": 3e-3}  # ten steps of two passes
 
 
@@ -75,7 +78,7 @@ def test_loss_falls_and_attention_alone_changes(folders, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_how_long_the_rate_falls(optimizer, folders, tmp_path):
     """Of 20 steps the first warms up; then AdamW's rate falls in the last four, Muon's in all."""
     report = heal(folders, tmp_path / "out", tokens=2560, rate=1e-3, optimizer=optimizer)
@@ -282,15 +285,15 @@ CASES = {
 }
 
 
-@few("case", CASES, 4)
-def test_layouts_and_families(case, tmp_path):
+@each("case, optimizer", CASES, OPTIMIZERS)
+def test_layouts_and_families(case, optimizer, tmp_path):
     family, keys, recipe = CASES[case]
     tiny.checkpoint(tmp_path / "source", family, **keys)
     ratio = {} if "latent.ranks" in recipe else {"cache_ratio": 0.25}
     windows = tiny.some_tokens(2, 32)
     tiny.convert(tmp_path / "source", tmp_path / "converted", {**SHORT, **ratio, **recipe}, evaluation=windows)
     few_windows = tiny.some_tokens(4, 32).repeat(12, 1)  # what is held out is trained on, too
-    keys = {"text": few_windows, "tokens": 2560, "rate": 1e-3, "keep": "last"}
+    keys = {"text": few_windows, "tokens": 2560, "rate": 1e-3, "keep": "last", "optimizer": optimizer}
     report = heal((tmp_path / "source", tmp_path / "converted"), tmp_path / "out", **keys)
     assert report.trained.held_out_last < 0.8 * report.trained.held_out_before
     assert report.rows[0]["text"] == "builtin:prose", "the conversion was compared on token windows"
@@ -310,9 +313,10 @@ def test_experts_are_not_trained(tmp_path):
         heal((tmp_path / "source", tmp_path / "converted"), tmp_path / "out", train="all")
 
 
-def test_lora_is_merged(folders, tmp_path):
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_lora_is_merged(optimizer, folders, tmp_path):
     pytest.importorskip("peft")
-    report = heal(folders, tmp_path / "out", train="lora", lora_rank=4, rate=1e-2, tokens=2560)
+    report = heal(folders, tmp_path / "out", train="lora", lora_rank=4, rate=1e-2, tokens=2560, optimizer=optimizer)
     assert report.trained.held_out_best < report.trained.held_out_before
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", folders[1]))
     assert ours.keys() == theirs.keys()
@@ -546,7 +550,7 @@ def test_two_gpus_train_as_one_with_twice_the_batch(sharded, folders, tmp_path):
     [("VERSION", "1"), ("CPU_RAM_EFFICIENT_LOADING", "true"), ("ACTIVATION_CHECKPOINTING", "True")],
 )
 def test_fsdp_is_refused_where_it_would_fail(name, value, folders, tmp_path, monkeypatch):
-    for key, each in (FSDP | {f"FSDP_{name}": value}).items():
-        monkeypatch.setenv(key, each)
+    for key, word in (FSDP | {f"FSDP_{name}": value}).items():
+        monkeypatch.setenv(key, word)
     with pytest.raises(ValueError, match=f"FSDP_{name} is '{value}'; expected .* --fsdp_{name.lower()} "):
         heal(folders, tmp_path / "out")
