@@ -376,7 +376,7 @@ def first_step(
     converted: str,
     text: str = DEFAULT_TEXT,
     train: Trained = "attention",
-    optimizer: Optimizer = "adamw",
+    optimizer: Optimizer = "muon",
     tokens: int = 1 << 16,
     text_tokens: int = 8_000_000,
     length: int = 1024,

@@ -13,7 +13,7 @@ from mha2mla.conversion.calibration.texts import DIVERSE
 
 PresetName = Literal["quick", "standard", "long"]
 Trained = Literal["attention", "lora", "all"]
-Optimizer = Literal["adamw", "muon"]
+Optimizer = Literal["muon", "adamw"]
 Keep = Literal["best", "last"]
 When = Literal["auto", "always", "never"]
 # By time: a laptop's GPU, one H200, a night. tokens_at_once is what a pass holds in memory.
@@ -46,9 +46,9 @@ class Settings:
         preset: source of what is not given.
         minutes: minutes of training on this machine, whose speed is measured first; None: ``tokens`` alone.
         tokens: most tokens to train on, in whole steps; None: ``minutes`` alone.
-        optimizer: "adamw", or "muon", whose step of a weight matrix has one size in all of its directions.
+        optimizer: "muon", whose step of a weight matrix has one size in all of its directions, or "adamw".
         train: "attention", "lora" (adapters of attention's projections, merged at the end), or "all" weights.
-        rate: learning rate; None: measured, the largest at which a first step adds at most a twentieth to the KL, by
+        rate: learning rate; None: measured, the largest at which a first step adds at most a twentieth to the KL, for
             Muon half of it.
         latent_rate: learning rate of the maps to and from the latent, beside a given ``rate``; None: ``rate``.
         lora_rank: rank of an adapter, whose scale is 2.
@@ -81,7 +81,7 @@ class Settings:
     batch_tokens: int
     tokens_at_once: int
     tokens: int | None = None
-    optimizer: Optimizer = "adamw"
+    optimizer: Optimizer = "muon"
     train: Trained = "attention"
     rate: float | None = None
     latent_rate: float | None = None

@@ -61,14 +61,14 @@ def files(folder):
 
 def test_loss_falls_and_attention_alone_changes(folders, tmp_path):
     before = [files(folder) for folder in folders]
-    report = heal(folders, tmp_path / "out", tokens=6400)
+    report = heal(folders, tmp_path / "out", tokens=12800, rate=1e-3)
     assert [files(folder) for folder in folders] == before
     assert report.trained.held_out_best < 0.9 * report.trained.held_out_before
-    assert (report.trained.steps, report.trained.tokens, report.trained.kept_step > 0) == (50, 6400, True)
+    assert (report.trained.steps, report.trained.tokens, report.trained.kept_step > 0) == (100, 12800, True)
     losses = {row["step"]: row["kl"] for row in report.trained.curve if "kl" in row}
     largest = max(losses, key=losses.get)
     said = f"of training {statistics.median(losses.values()):.4g} in the median, at most {losses[largest]:.4g} at step"
-    assert len(losses) == 50 and report.lines()["held-out KL"].endswith(f"{said} {largest}")
+    assert len(losses) == 100 and report.lines()["held-out KL"].endswith(f"{said} {largest}")
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", folders[1]))
     assert ours.keys() == theirs.keys()
     same = {name for name in ours if torch.equal(ours[name], theirs[name])}
