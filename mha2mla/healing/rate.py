@@ -100,7 +100,7 @@ def measured_rate(rows: Sequence[dict[str, float]], optimizer: Optimizer) -> flo
 
 def said_of(rows: Sequence[dict[str, float]], optimizer: Optimizer) -> str:
     """Why :func:`measured_rate` is the rate that it is, behind its number."""
-    share = "" if SHARE[optimizer] == 1 else f"{SHARE[optimizer]:g} of "
+    share = "" if SHARE[optimizer] == 1 else f"{SHARE[optimizer]:g} times "
     if _harm(rows, rows[-1]) <= HARM:
         return f"{share}the largest at which a first step adds at most a twentieth to the held-out KL"
     return f"{share}the smallest that was tried: a first step at any adds more than a twentieth to the held-out KL"

@@ -91,7 +91,7 @@ def test_rate_between_the_steps(harms, expected):
     rows += [{"rate": 2.0**-index, "held_out_kl": 0.5 * (1 + harm)} for index, harm in enumerate(harms)]
     assert rate_of_little_harm(rows) == pytest.approx(expected)
     why = "the largest at which" if harms[-1] <= HARM else "the smallest that was tried"
-    assert said_of(rows, "adamw").startswith(why) and said_of(rows, "muon").startswith(f"0.5 of {why}")
+    assert said_of(rows, "adamw").startswith(why) and said_of(rows, "muon").startswith(f"0.5 times {why}")
     assert (measured_rate(rows, "adamw"), measured_rate(rows, "muon")) == pytest.approx((expected, expected / 2))
 
 
