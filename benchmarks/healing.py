@@ -146,6 +146,7 @@ def study(
     model: str | None = None,
     work: str = "healing",
     arms: list[str] | None = None,
+    optimizer: Optimizer = "adamw",
     preset: str = "quick",
     text: str = DEFAULT_TEXT,
     text_tokens: int = 2_000_000,
@@ -170,6 +171,7 @@ def study(
         model: folder of a source; default SmolLM2-135M-Instruct.
         work: folder for conversions and healed models; conversions that lie there are not made again.
         arms: RATIO[xBITS]:TRAIN:RATE:TOKENS[:own][:full] each.
+        optimizer: of all arms, as of ``mha2mla heal``; the rates of :data:`ARMS` are for AdamW.
         preset: of the conversions.
         text: to train on, as of ``mha2mla heal``.
         text_tokens: different ones of it.
@@ -192,6 +194,7 @@ def study(
     settings = {
         "text_tokens": text_tokens, "batch_tokens": batch_tokens, "tokens_at_once": tokens_at_once,
         "length": length, "long_length": long_length, "long_share": long_share, "evaluations": evaluations,
+        "optimizer": optimizer,
     }  # fmt: skip
     described = {"model": source.name, "preset": preset, "text": text, "compared": compared, "settings": settings}
     table = Recording("healing-study", json, **described)

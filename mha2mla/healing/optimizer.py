@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from mha2mla.healing.settings import Settings
+from mha2mla.healing.settings import Optimizer, Settings
 from mha2mla.healing.student import parameter_groups
 
 BETAS, EPSILON = (0.9, 0.95), 1e-8  # AdamW's
@@ -17,6 +20,28 @@ MOMENTUM = 0.95  # Muon's
 # Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024): five steps of this polynomial bring
 # singular values from 0.002 to 1 between 0.7 and 1.2.
 _ITERATIONS, _POLYNOMIAL = 5, (3.4445, -4.7750, 2.0315)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the rate of an optimizer is chosen and how it falls.
+
+    Attributes:
+        share: of the rate at which a first step does little harm.
+        decay: share of the steps in which the rate falls to 0, at most all that follow the warm-up.
+        shape: of the fall, as transformers' ``decay_type``.
+    """
+
+    share: float
+    decay: float
+    shape: str
+
+
+# Where gradients are noise a step of AdamW is a fourth of its first, and Muon's is as large: so Muon starts lower, and
+# nearly all that it gains it gains while the rate falls.
+SCHEDULES: Mapping[Optimizer, Schedule] = MappingProxyType(
+    {"muon": Schedule(share=0.5, decay=1.0, shape="linear"), "adamw": Schedule(share=1.0, decay=0.2, shape="1-sqrt")}
+)
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:

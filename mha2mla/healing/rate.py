@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.fit.repeatable import deterministic
-from mha2mla.healing.optimizer import first_directions
+from mha2mla.healing.optimizer import SCHEDULES, first_directions
 from mha2mla.healing.settings import Optimizer, Settings
 from mha2mla.healing.training import Distillation, passes, warm_up
 
 RATES = tuple(1e-2 * 2.0**-halvings for halvings in range(20))  # tried from the largest on, down to 2e-8
 MAX_MEASURED = 1 << 15  # tokens
 HARM = 1 / 20  # of the KL: what a first step may add to it; 1 % is noise
-# Of the rate at which a first step adds as much. Later steps of AdamW are smaller than its first where gradients
-# disagree; Muon's are as large.
-SHARE: Mapping[Optimizer, float] = MappingProxyType({"muon": 0.5, "adamw": 1.0})
 
 
 @deterministic(warn_only=True)  # the mode of train: in another one layers are compiled again
@@ -95,15 +91,16 @@ def _harm(rows: Sequence[dict[str, float]], row: dict[str, float]) -> float:
 
 def measured_rate(rows: Sequence[dict[str, float]], optimizer: Optimizer) -> float:
     """The rate to train at after :func:`first_steps` of that optimizer."""
-    return SHARE[optimizer] * rate_of_little_harm(rows)
+    return SCHEDULES[optimizer].share * rate_of_little_harm(rows)
 
 
 def said_of(rows: Sequence[dict[str, float]], optimizer: Optimizer) -> str:
     """Why :func:`measured_rate` is the rate that it is, behind its number."""
-    share = "" if SHARE[optimizer] == 1 else f"{SHARE[optimizer]:g} times "
+    share = SCHEDULES[optimizer].share
+    times = "" if share == 1 else f"{share:g} times "
     if _harm(rows, rows[-1]) <= HARM:
-        return f"{share}the largest at which a first step adds at most a twentieth to the held-out KL"
-    return f"{share}the smallest that was tried: a first step at any adds more than a twentieth to the held-out KL"
+        return f"{times}the largest at which a first step adds at most a twentieth to the held-out KL"
+    return f"{times}the smallest that was tried: a first step at any adds more than a twentieth to the held-out KL"
 
 
 def rate_of_little_harm(rows: Sequence[dict[str, float]]) -> float:

@@ -22,14 +22,12 @@ from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.fit.repeatable import deterministic
 from mha2mla.files import atomic_write
 from mha2mla.healing.loss import distillation_loss, divergence
-from mha2mla.healing.optimizer import make_optimizer
+from mha2mla.healing.optimizer import SCHEDULES, make_optimizer
 from mha2mla.healing.settings import Settings
 from mha2mla.healing.student import Models
 from mha2mla.terminal import progress_bar, waiting
 
-# Shares of the steps. Muon's rate falls from the warm-up on, linearly: its steps do not shrink as gradients disagree,
-# and nearly all that it gains it gains while the rate falls.
-WARM_UP, DECAY = 0.03, 0.2
+WARM_UP = 0.03  # share of the steps
 _LOGS = 200
 _TIMED = 3  # passes
 _COMPLETE = "complete.json"
@@ -404,10 +402,10 @@ def train(
     )
     step_tokens = settings.step_tokens * arguments.world_size
     steps = max(1, tokens // step_tokens)
-    every, is_muon = max(1, steps // settings.evaluations), settings.optimizer == "muon"
+    every, schedule = max(1, steps // settings.evaluations), SCHEDULES[settings.optimizer]
     arguments.max_steps, arguments.warmup_steps = steps, min(math.ceil(WARM_UP * steps), steps - 1)
-    decay, how = (steps - arguments.warmup_steps, "linear") if is_muon else (max(1, round(DECAY * steps)), "1-sqrt")
-    arguments.lr_scheduler_kwargs = {"num_decay_steps": decay, "decay_type": how}
+    decay = min(max(1, round(schedule.decay * steps)), steps - arguments.warmup_steps)
+    arguments.lr_scheduler_kwargs = {"num_decay_steps": decay, "decay_type": schedule.shape}
     arguments.eval_steps = arguments.save_steps = every
     arguments.logging_steps = max(1, steps // _LOGS)
     order = passes(blocks.lengths, per_pass, steps * step_tokens // blocks.size, settings.seed)
