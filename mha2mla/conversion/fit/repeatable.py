@@ -109,7 +109,7 @@ def repeatable_attention(
         why = explain_window_attention(query, key, value)
         if why is None:
             return window_attention(query, key, value, scaling), None
-        _warn(f"fits attend by PyTorch's SDPA, not by causal_attention: {why}")
+        _warn(f"attention that is trained through is PyTorch's SDPA, not causal_attention: {why}")
     return deterministic_sdpa(query, key, value, attention_mask, scaling), None
 
 
