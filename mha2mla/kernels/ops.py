@@ -41,9 +41,9 @@ def check_float(name: str, dtype: torch.dtype) -> None:
 
 
 def check_scale(softmax_scale: float) -> None:
-    """Raise ValueError for one that is no positive finite number."""
-    if not isinstance(softmax_scale, (int, float)) or not 0 < softmax_scale < math.inf:
-        raise argument_error("softmax_scale", repr(softmax_scale), "a positive finite number")
+    """Raise ValueError for one that is no finite number of at least 1e-20: scores are masked before they are scaled."""
+    if not isinstance(softmax_scale, (int, float)) or not 1e-20 <= softmax_scale < math.inf:
+        raise argument_error("softmax_scale", repr(softmax_scale), "a positive finite number, at least 1e-20")
 
 
 def check_like(name: str, tensor: Tensor, like: Tensor, as_what: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mha2mla.kernels.row_codes.api import STEPS, RowQuantizer
+from mha2mla.kernels.row_codes.api import STEPS, RowQuantizer, append_codes, read_codes
 
 QUANTIZERS = st.builds(RowQuantizer, st.integers(1, 8))
 WIDTHS = st.sampled_from((8, 24, 64, 72, 168))
@@ -128,3 +128,19 @@ def test_torch_compile_makes_no_kernel_of_the_search():
     assert torch.equal(rounded, quantizer.round(rows, centers))
     names = [str(node.target) for graph in graphs for node in graph.graph.nodes]
     assert [name for name in names if "find_codes" in name] == ["mha2mla.find_codes"] and "sum" not in names
+
+
+@pytest.mark.parametrize(
+    ("latent", "slots", "named"),
+    [
+        (torch.zeros(2, 96), torch.zeros(2).int(), r"torch.uint8 \[P, page, 40\], of 96 codes of 3 bits"),
+        (torch.zeros(2, 64), torch.zeros(1).int(), r"slots is torch.int32 \(1,\); expected torch.int32 \(2,\)"),
+        (torch.zeros(2, 64), torch.zeros(2), r"slots is torch.float32 \(2,\)"),
+    ],
+)
+def test_a_cache_of_other_rows_is_refused(latent, slots, named):
+    quantizer, cache = RowQuantizer(3), torch.zeros(2, 16, 28, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=named):
+        append_codes(latent, cache, slots, quantizer, None)
+    with pytest.raises(ValueError, match=r"latent_cache is torch.uint8 \(2, 16, 28\)"):
+        read_codes(cache, torch.zeros(1, 1).int(), 32, quantizer, None, torch.float32)

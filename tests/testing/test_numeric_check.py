@@ -43,6 +43,14 @@ def test_twice_torchs_error_is_right_and_more_is_wrong(change, passes):
     assert (judgement.reason == "") is passes
 
 
+def test_where_torch_overflows_nothing_passes():
+    reference = torch.randn(100, 1, 1).double()
+    other = reference.clone()
+    other[3] = torch.inf
+    judgement = verdict(torch.zeros_like(reference), None, reference, None, other)
+    assert not judgement.ok and judgement.reason.startswith("plain torch has NaN or inf")
+
+
 def test_one_far_number_is_wrong_even_where_the_norm_is_small():
     reference = torch.randn(100_000, 1, 1).double()
     error = 1e-3 * torch.randn(100_000, 1, 1).double()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from mha2mla.kernels.attention_varlen.api import attention_varlen, explain_attention_varlen
@@ -45,6 +46,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float) -
                 f" and [B, S, H, {'d_v' if name == 'v' else 'd_qk'}]"
             )
     width = v.shape[3]
+    if 0 in v.shape[:3]:
+        return v.contiguous()  # as empty
     q, k, v = (F.pad(x, (0, -x.shape[3] % _PADDING)) for x in (q, k, v))
     return _CausalAttention.apply(q, k, v, softmax_scale)[..., :width].contiguous()
 
@@ -112,6 +115,7 @@ class _CausalAttention(torch.autograd.Function):
         return out.unflatten(0, ctx.shape)
 
     @staticmethod
+    @once_differentiable  # lse is a constant to it
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         _, length = ctx.shape

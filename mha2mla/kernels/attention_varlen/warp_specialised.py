@@ -27,6 +27,7 @@ from mha2mla.kernels.machine import (
 )
 from mha2mla.kernels.ops import capability, dtype_name, on_device
 from mha2mla.kernels.split_kv.device import LOG2E
+from mha2mla.kernels.split_kv.plan import LONGEST
 
 ROWS = 64  # of one warpgroup: the M of wgmma
 STAGES = 2  # tiles of keys, and of values, in flight
@@ -351,7 +352,6 @@ def make_warp_specialised(shape: tiled.VarlenShape, tiling: VarlenTiling):
 # Bytes of keys and values that are worked on at a time. An H200 caches 50 MB, but a line that both halves of its
 # multiprocessors read lies in both halves of the cache, and a section's first blocks run beside the last one's last.
 L2_SHARE = 16 * 2**20
-LONGEST = 2**30  # window or sinks as kernels take them: longer than a sequence, and no sum with a token overflows
 
 
 @compiled_once
@@ -394,9 +394,10 @@ def launch_attention_varlen(
 
 
 def heads_at_a_time(shape: tiled.VarlenShape, k: Tensor, batch: int) -> int:
-    """Query heads whose keys and values take about ``L2_SHARE`` together, whole groups of them."""
+    """Query heads whose keys and values take about ``L2_SHARE`` together, whole groups of them, at most all."""
     tokens = -(-k.shape[0] // batch)  # of a sequence, on average: lengths are on the device
     group = shape.heads // shape.value_heads
     parts = zip(shape.widths, shape.key_heads, strict=True)  # one that groups share counts in part for each
     width = sum(width * heads / shape.value_heads for width, heads in parts) + shape.v_head_dim
-    return max(1, round(L2_SHARE / max(1.0, tokens * width * k.element_size()))) * group
+    at_once = max(1, round(L2_SHARE / max(1.0, tokens * width * k.element_size()))) * group
+    return min(at_once, shape.heads * batch)  # the kernel multiplies it by tiles of rows, in 32 bits

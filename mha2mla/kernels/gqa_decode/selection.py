@@ -53,7 +53,11 @@ def refusal(shape: GQAShape) -> str | None:
     return first_refusal(
         (
             *refusals(shape),
-            (heads % groups == 0, f"the number of kv heads is {groups}", f"expected a divisor of H={heads}"),
+            (
+                groups > 0 and heads % groups == 0,
+                f"the number of kv heads is {groups}",
+                f"expected a divisor of H={heads}",
+            ),
             *((n % 8 == 0 and 0 < n <= MAX_HEAD_DIM, f"{name} is {n}", limit) for name, n in widths.items()),
         )
     )

@@ -266,7 +266,7 @@ def plan_mla_attention(
     Raises:
         ValueError: naming the argument, what it was and what it must be.
     """
-    check_window(window, sinks)
+    window, sinks = check_window(window, sinks)
     if (rope_cache is None) != (qk_rope_head_dim is not None):
         was = "None" if rope_cache is None else "given"
         raise ValueError(f"qk_rope_head_dim is {qk_rope_head_dim} where rope_cache is {was}; expected one of the two")
@@ -319,7 +319,7 @@ def plan_gqa_attention(
     Raises:
         ValueError: naming the argument, what it was and what it must be.
     """
-    check_window(window, sinks)
+    window, sinks = check_window(window, sinks)
     query = key_cache.new_empty(()).expand(num_attention_heads, key_cache.shape[3])
     if max_expanded_tokens is None:
         elements = key_cache.shape[2] * (key_cache.shape[3] + value_cache.shape[3])

@@ -194,6 +194,8 @@ def _chosen(
         raise argument_error(
             "rope_cache", was, "a tensor, or rope in its place" if rope is None else "None beside rope"
         )
+    if centers is not None and latent_scale is not None:
+        raise argument_error("latent_scale", "given beside centers", "one of the two")
     if centers is not None:
         latent_dtype, latent = torch.uint8, (latent_cache, centers)
     elif latent_scale is not None:
@@ -314,6 +316,8 @@ def _up_project(
     """
     batch, tokens, heads, _ = x.shape
     count = weight.shape[0]
+    if heads % count:
+        raise argument_error("v_up.shape[0]" if transposed else "k_up.shape[0]", count, f"a divisor of H={heads}")
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
         equation = "bskri,koi->bskro" if transposed else "bskri,kio->bskro"
         made = torch.einsum(equation, x.unflatten(2, (count, -1)), weight).flatten(2, 3)
@@ -321,7 +325,7 @@ def _up_project(
     few = is_plain and serves_few_tokens(x, weight, transposed)
     if few or (batch * tokens > 1 and x.is_cuda and in_plain_eager_mode(x) and serves_heads(x, weight, transposed)):
         return project_heads(x, weight, transposed=transposed, out=out)
-    if batch * tokens > 1 and count < heads:
+    if batch * tokens != 1 and count < heads:
         weight = weight[:, None].expand(-1, heads // count, -1, -1).flatten(0, 1)
     weight = weight.mT if transposed else weight
     if out is None:
@@ -351,6 +355,8 @@ def explain_mla_decode(
         seqlen_q: new tokens per sequence.
         latent_dtype: float8_e4m3fn where the latent cache has scales; None: as ``dtype``.
     """
+    if latent_dtype == torch.uint8:
+        raise argument_error("latent_dtype", latent_dtype, f"{CODES} or None; of integer codes decodes_codes tells")
     return _op(latent_dtype, KEY_CODES if geometry.has_key_codes else geometry.has_rope_cache).explain(
         DecodeShape.of(geometry, page_size, dtype_name(dtype), seqlen_q), device
     )
@@ -419,7 +425,7 @@ def plan_mla_decode(
         )
     sizes = dict(zip(MLA.out.names, q_latent.shape, strict=True))
     sizes |= {"page": rope_cache.shape[1], "G": rope_cache.shape[2], "d_r": qk_rope_head_dim, "row": row_bytes}
-    keys = CODES if rope_cache.dim() == 4 and rope_cache.dtype == CODES else rope_cache.dim() != 3
+    keys = KEY_CODES if rope_cache.dtype == KEY_CODES else rope_cache.dim() != 3
     return _op(latent_dtype, keys).plan(
         sizes, q_latent, block_table, cache_seqlens, cache_starts, causal, window, sinks, backend,
         num_splits,

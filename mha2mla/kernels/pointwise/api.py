@@ -55,7 +55,7 @@ def silu_mul(gate: Tensor, up: Tensor, *, backend: str | None = None) -> Tensor:
 
 def rms_norm_reference(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Oracle of :func:`rms_norm`, on any rows; without a residual the second result is empty, since x is not new."""
-    total = x if residual is None else residual + x
+    total = x.contiguous() if residual is None else (residual + x).contiguous()
     wide = total.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype), x.new_empty(0) if residual is None else total

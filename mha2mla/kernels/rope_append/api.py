@@ -184,6 +184,8 @@ def mla_append(
     tensors = (q_pe, k_pe, inv_freq, latent, rope_cache, positions, slots, latent_scale, rope_scale, latent_cache)
     _check((*_MLA[rope_scale is not None], _LATENT[codes]), *tensors)
     _check_one_key(k_pe, rope_scale)
+    if codes and rope_scale is not None:
+        raise argument_error("rope_scale", "given for latents that are codes", "None, or latents of the queries' dtype")
     compiled = runs_compiled(backend, q_pe.device, q_pe.dtype)
     rows, row_cache = latent, latent_cache
     if codes:  # the rotation's kernel has rows to write beside its keys: none then, [N, 0] into [P, page, 0]

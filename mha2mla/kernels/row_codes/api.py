@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mha2mla.geometry import CODE_BLOCK, SCALE_BYTES, code_bytes
-from mha2mla.kernels.ops import register, register_kernel, runs_compiled
+from mha2mla.kernels.ops import argument_error, register, register_kernel, runs_compiled
 from mha2mla.kernels.rope_append.api import write_rows
 
 PLANES = (8, 4, 2, 1)  # bits of a code are stored in planes of these widths, so that no code crosses a byte
@@ -169,7 +169,13 @@ def append_codes(
         centers: [2, d_c], or None.
         backend: "tilelang", "reference", or None: TileLang for CUDA tensors in float32, bfloat16 and float16, where
             d_c is a multiple of 32.
+
+    Raises:
+        ValueError: naming the argument, what it was and what it must be.
     """
+    _check_cache(latent_cache, latent.shape[1], quantizer)
+    if slots.dtype != torch.int32 or slots.shape != latent.shape[:1]:
+        raise argument_error("slots", f"{slots.dtype} {tuple(slots.shape)}", f"torch.int32 {tuple(latent.shape[:1])}")
     compiled = _runs_compiled(backend, latent.shape[1], latent_cache, latent.dtype)
     _append_codes(latent, latent_cache, slots, centers, quantizer.bits, compiled)
 
@@ -186,10 +192,19 @@ def read_codes(
 ) -> Tensor:
     """Pages of a ``block_table`` [B, max_pages] with their rows dequantised: [B * max_pages, page, width].
 
-    A page that the table lacks (-1) holds anything. ``backend``: as of :func:`append_codes`.
+    A page that the table lacks (-1) holds anything. ``backend`` and errors: as of :func:`append_codes`.
     """
+    _check_cache(latent_cache, width, quantizer)
     compiled = _runs_compiled(backend, width, latent_cache, dtype)
     return _read_codes(latent_cache, block_table, centers, width, quantizer.bits, dtype, compiled)
+
+
+def _check_cache(latent_cache: Tensor, width: int, quantizer: RowQuantizer) -> None:
+    row = quantizer.bytes_per_row(width)
+    if latent_cache.dtype != torch.uint8 or latent_cache.dim() != 3 or latent_cache.shape[2] != row:
+        was = f"{latent_cache.dtype} {tuple(latent_cache.shape)}"
+        expected = f"torch.uint8 [P, page, {row}], of {width} codes of {quantizer.bits} bits"
+        raise argument_error("latent_cache", was, expected)
 
 
 def _runs_compiled(backend: str | None, width: int, latent_cache: Tensor, dtype: torch.dtype) -> bool:

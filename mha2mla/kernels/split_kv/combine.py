@@ -278,9 +278,9 @@ def make_attention_combine(*, v_head_dim: int, partial_dtype: str, dtype: str, o
                     )
             for c in machine.parallel(columns):
                 if c0 + c < v_head_dim:
-                    out[b, q, h, c0 + c] = T.if_then_else(state[1] > 0, merged[c] / state[1], 0.0)
+                    out[b, q, h, c0 + c] = T.if_then_else(state[1] == 0, 0.0, merged[c] / state[1])
             if x % column_blocks == 0:
-                lse[b, h, q] = T.if_then_else(state[1] > 0, state[0] + T.log2(state[1]) * LN2, -T.infinity(accum))
+                lse[b, h, q] = T.if_then_else(state[1] == 0, -T.infinity(accum), state[0] + T.log2(state[1]) * LN2)
 
     return attention_combine
 

@@ -178,7 +178,7 @@ def make_combine_w_uv(*, heads: int, maps: int, width: int, outputs: int, dtype:
                     m.weight[0] += m.total[0] * m.parts[T.min(first + w, WARPS - 1), e % SLICE]
                     m.weight[1] += m.total[0] * m.totals[T.min(first + w, WARPS - 1)]
                 m.given[e // SLICE, e % SLICE] = T.if_then_else(
-                    (c0 + e % SLICE < width) & (m.weight[1] > 0),
+                    (c0 + e % SLICE < width) & (m.weight[1] != 0),  # NaN stays
                     T.cast(m.weight[0] / m.weight[1], dtype),
                     T.cast(0.0, dtype),
                 )

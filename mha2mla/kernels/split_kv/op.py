@@ -180,7 +180,7 @@ class PagedOp:
     ) -> DecodePlan:
         """A plan for calls of these ``sizes``, by name; of the query, dtype and device are looked at. Not filled where
         ``cache_seqlens`` is None."""
-        check_window(window, sinks)
+        window, sinks = check_window(window, sinks)
         check_splits(num_splits, sizes["B"])
         num_ctas = self.num_ctas(backend, *[sizes[name] for name in self.static], query.dtype, query.device)
         if num_ctas and num_splits is not None:

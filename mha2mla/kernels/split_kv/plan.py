@@ -12,6 +12,7 @@ from mha2mla.kernels.ops import in_plain_eager_mode, register
 from mha2mla.kernels.split_kv.choice import FIELDS, MAX_BATCH, MAX_SPLITS
 
 MOST_LAUNCHES = 64  # that a plan remembers: a model's layers are a few kinds of calls
+LONGEST = 2**30  # window or sinks as kernels take them: longer than a sequence, and no sum with a token overflows
 MAX_BLOCKS = 65535  # of CTAs in the dimension of a grid that counts them
 
 
@@ -176,12 +177,14 @@ def check_spans(
         )
 
 
-def check_window(window: int | None, sinks: int) -> None:
-    """Raise ValueError for a window that sees nothing, a negative number of sinks, or sinks without a window."""
+def check_window(window: int | None, sinks: int) -> tuple[int | None, int]:
+    """Both, as kernels take them: at most :data:`LONGEST`. Raises ValueError for a window that sees nothing, a negative
+    number of sinks, or sinks without a window."""
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; expected None or at least 1 token")
     if sinks < 0 or (sinks and window is None):
         raise ValueError(f"sinks is {sinks} with window={window}; expected 0, or a positive number with a window")
+    return window if window is None else min(window, LONGEST), min(sinks, LONGEST)
 
 
 def check_splits(num_splits: int | None, batch: int) -> None:

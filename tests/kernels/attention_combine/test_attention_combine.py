@@ -135,6 +135,16 @@ def compiled_for_cpu(v_head_dim):
     return for_cpu(make_attention_combine(v_head_dim=v_head_dim, partial_dtype="float32", dtype="float32", on_cpu=True))
 
 
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_a_part_that_is_not_finite_stays_visible(wrong):
+    out, lse = torch.ones(3, 1, 1, 1, 8), torch.zeros(3, 1, 1, 1)
+    lse[1] = wrong
+    found, found_lse = torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1)
+    compiled_for_cpu(8)(out, lse, torch.tensor([3], dtype=torch.int32), found, found_lse)
+    assert found.isnan().all() and not found_lse.isfinite().any()
+    assert attention_combine(out, lse)[0].isnan().all()
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("splits", SPLITS)
 def test_kernel_on_the_cpu_target(shape, splits):

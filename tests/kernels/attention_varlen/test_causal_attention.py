@@ -115,3 +115,12 @@ class TestGate:
             if report.instructions is not None:
                 assert report.instructions.get("HGMMA", 0), report.instructions
                 assert report.instructions.get("UTMALDG", 0), report.instructions
+
+
+def test_second_derivatives_are_refused_and_nothing_is_something():
+    q, k, v, _ = problem()
+    (once,) = torch.autograd.grad(mine(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        once.sum().backward()
+    for shape in ((2, 0, 3), (0, 128, 3), (2, 128, 0)):
+        assert mine(*(q.new_zeros(*shape, 8) for _ in range(3))).shape == (*shape, 8)

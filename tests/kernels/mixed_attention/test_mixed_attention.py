@@ -337,3 +337,12 @@ def test_codes_are_read_where_they_lie(has_nope):
         for cache, centers in ((inputs["latent_cache"], inputs["centers"]), (latent, None))
     )
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(0, 2), (3, 0), (2, 2)])
+def test_products_of_shared_maps_of_no_tokens(shape):
+    x, weight = torch.randn(*shape, 4, 8), torch.randn(2, 8, 16)
+    expected = torch.einsum("bshi,hio->bsho", x, weight.repeat_interleave(2, 0))
+    assert torch.allclose(_up_project(x, weight), expected, atol=1e-5)
+    with pytest.raises(ValueError, match="k_up.shape.0. is 3; expected a divisor of H=4"):
+        _up_project(x, weight.new_zeros(3, 8, 16))

@@ -85,6 +85,8 @@ def test_lengths_beyond_the_table_are_clamped():
 
 
 BAD = {
+    "latent_scale is given beside centers": lambda i: {"latent_scale": torch.ones(1), "centers": torch.ones(1)},
+    "softmax_scale is 1e-28": lambda i: {"softmax_scale": 1e-28},
     "q_latent.shape": lambda i: {"q_latent": i["q_latent"][0]},
     "q_pe.shape": lambda i: {"q_pe": i["q_pe"][:, :1]},
     "latent_cache.shape": lambda i: {"latent_cache": i["latent_cache"][..., :8]},
@@ -184,6 +186,11 @@ def test_bad_plan_is_named(named):
     inputs = BASE.inputs(torch.float32)
     with pytest.raises(ValueError, match=named):
         make_plan(inputs, **BAD_PLANS[named](inputs))
+
+
+def test_a_window_of_more_tokens_than_32_bits_count_is_no_other():
+    plan = make_plan(BASE.inputs(torch.float32), window=2**32 + 5, sinks=2**40)
+    assert (plan.window, plan.sinks) == (2**30, 2**30)
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from mha2mla.kernels import kept_keys, mla_append, mla_decode, rotary_keys
+from mha2mla.kernels import kept_keys, mla_append, mla_decode, plan_mla_decode, rotary_keys
+from mha2mla.kernels.split_kv.op import PagedOp
 from mha2mla.testing.problems import KeyCodesProblem
 
 BASE = KeyCodesProblem(6, 1, 24, 16, (0, 1, 70), page_size=16, seqlen_q=2, scaling=1.3)
@@ -58,3 +59,25 @@ def test_key_codes_come_with_their_scales():
     narrow = dataclasses.replace(BASE, qk_rope_head_dim=8).inputs(torch.float32)
     with pytest.raises(ValueError, match="qk_rope_head_dim is 8; rows of int8 keys must be multiples of 16 bytes"):
         mla_decode(**narrow, backend="tilelang")
+
+
+def test_a_plan_is_that_of_the_op_that_runs(monkeypatch):
+    """Its blocks are as many as are resident at once, which differs."""
+    planned = []
+    monkeypatch.setattr(PagedOp, "plan", lambda self, *_: planned.append(self.name))
+    queries, rows = torch.zeros(1, 1, 6, 24), torch.zeros(1, dtype=torch.int32)
+    for dtype in (torch.int8, torch.float32):
+        cache = torch.zeros(2, 16, 1, 16, dtype=dtype)
+        plan_mla_decode(queries, cache, rows[None], rows, qk_rope_head_dim=16)
+    assert planned == ["mla_decode_int8_keys", "mla_decode"]
+
+
+def test_a_cache_of_two_kinds_of_codes_is_refused_unwritten():
+    latent, slots, scale = torch.randn(3, 24), torch.arange(3).int(), torch.zeros(2, 16)
+    cache, keys = torch.zeros(2, 16, 24).to(torch.float8_e4m3fn), torch.zeros(2, 16, 1, 16, dtype=torch.int8)
+    with pytest.raises(ValueError, match="rope_scale is given for latents that are codes"):
+        mla_append(
+            latent, torch.randn(3, 1, 16), torch.randn(3, 6, 16), cache, keys, slots, slots, torch.ones(1, 8),
+            latent_scale=scale, rope_scale=scale.clone(),
+        )  # fmt: skip
+    assert not scale.any()

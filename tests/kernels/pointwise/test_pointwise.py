@@ -39,6 +39,14 @@ def test_the_reference_is_what_transformers_does(dtype, shape):
     assert torch.equal(silu_mul(x, other), F.silu(x) * other)
 
 
+@pytest.mark.parametrize("residual", [None, torch.ones(6, 4, 8).transpose(0, 1)])
+def test_results_lie_as_promised(residual):
+    """What torch.compile is told of their strides."""
+    x, names = torch.randn(6, 4, 8).transpose(0, 1), ("test_schema", "test_faketensor")
+    op = torch.ops.mha2mla.rms_norm.default
+    torch.library.opcheck(op, (x, residual, torch.ones(8), 1e-5, False), test_utils=names)
+
+
 def test_refusals():
     x, residual, _, weight = given(16, torch.float32)
     for call, message in (
