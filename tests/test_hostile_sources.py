@@ -323,3 +323,13 @@ def test_a_layer_that_overflows_on_text_is_named(damaged, tmp_path):
     edit_weights(damaged, {norm: torch.full((48,), 1e14), keys: lambda weight: 1e13 * weight})
     with pytest.raises(CheckpointError, match="too large on the calibration text: layer 1: no rule gives a finite"):
         tiny.convert(damaged, tmp_path / "out", ON_TEXT)
+
+
+def test_a_head_beside_a_config_that_ties_it_is_the_embedding(tmp_path):
+    """transformers would not tie a head that differs; a copy is as good as none."""
+    source = tiny.checkpoint(tmp_path / "source", tie_word_embeddings=False)
+    edit_config(source, tie_word_embeddings=True)
+    with pytest.raises(UnsupportedSourceError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
+        open_source(source).check_weights()
+    edit_weights(source, {"lm_head.weight": open_source(source).reader.tensor("model.embed_tokens.weight").clone()})
+    open_source(source).check_weights()

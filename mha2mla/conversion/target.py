@@ -208,7 +208,8 @@ class Target(Stage):
         """d_c of a budget less ``rotary`` elements, which ``what`` names in an error."""
         rank = (budget - rotary) // granule * granule
         if rank < granule:
-            others = ", or the shared or latent layout" if LAYOUTS[self.layout].has_rope_cache else ""
+            smaller = {"per-group": ", or the shared or latent layout", "shared": ", or the latent layout"}
+            others = smaller.get(self.layout, "")
             raise ValueError(
                 f"cache_ratio is {self.cache_ratio}, {budget} elements per token and layer, which leaves"
                 f" {budget - rotary} for the latent{what}; expected {granule} or more: use a larger ratio{others}"

@@ -75,7 +75,7 @@ def open_work(plan: Plan, folder: Path, weights: dict[str, FileIdentity]) -> Wor
     try:
         work = WorkFolder(folder, _request(plan, weights), resume=plan.arguments.resume == "auto")
     except ResumeError as error:
-        hint = "repeat that conversion, or discard its layers with resume='never' (--resume never)"
+        hint = "repeat that conversion, or discard its layers with resume='never'"
         raise ResumeError(f"{error}: {hint}") from error
     if work.damaged:
         plan.arguments.say(f"{', '.join(work.damaged)} in {folder} were damaged and are made anew")

@@ -177,7 +177,7 @@ class WhitenedJoint(LowRankRule):
 
     def _solver(self, problem: LatentProblem, centered: bool) -> Callable[[int], Factors]:
         covariance, value_covariance = _moments(problem, SHRINKAGE, centered)
-        key_root, key_inverse = _roots(problem.key_metric.reshape(-1, *problem.key_metric.shape[-2:]))
+        key_root, key_inverse = _roots(problem.key_metric.flatten(0, -3))
         value_root, value_inverse = _roots(problem.value_metric)
         key, value = (key_root @ problem.keys).flatten(0, 1), (value_root @ problem.value).flatten(0, 1)
         gain = _balance(key, covariance, value, value_covariance)

@@ -84,8 +84,10 @@ class OpenedFolder:
         Raises:
             CheckpointError: a tensor is not of floating-point numbers, or has a NaN, infinite or absurdly large one,
                 or a negative frequency.
-            UnsupportedSourceError: the embedding, or a projection of a source's attention, is zero everywhere.
+            UnsupportedSourceError: the embedding, or a projection of a source's attention, is zero everywhere; or a
+                head that the config ties is not the embedding.
         """
+        self._check_head()
         last = {layer[0]: name for name in sorted(self.reader.names()) if (layer := LAYER.match(name))}
         current, mapped = None, 0
         for name in progress_bar(sorted(self.reader.names()), desc="check", unit="tensor", show=progress):
@@ -105,6 +107,17 @@ class OpenedFolder:
                 self.reader.unmap()
                 mapped = 0
         self.reader.release()
+
+    def _check_head(self) -> None:
+        """Refuses a stored head beside a config that ties it: transformers would not tie it, and this package would."""
+        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+        if self.config.tie_word_embeddings and {head, embedding} <= set(self.reader.names()):
+            if not torch.equal(self.reader.tensor(head), self.reader.tensor(embedding)):
+                raise UnsupportedSourceError(
+                    f"tensor {head} differs from {embedding}, to which config.json ties it; set tie_word_embeddings to"
+                    " false there to keep it"
+                )
+            self.reader.unmap()
 
     def _check_attention(self, layer: int) -> None:
         """Refuses what no attention can be, once all of a layer's tensors were read."""

@@ -90,6 +90,13 @@ def test_fused_projections_convert_as_separate_ones_do(tmp_path):
     assert attention and all(torch.equal(one[name], two[name]) for name in attention)
 
 
+@pytest.mark.parametrize(("layout", "width"), [("per-group", 16), ("shared", 32)])
+def test_values_alone_are_compressed_where_every_pair_rotates(layout, width, checkpoint_of, tmp_path):
+    widths = {"cache_ratio": None, "kv_lora_rank": 16, "qk_rope_head_dim": width}
+    report = convert(checkpoint_of("llama"), tmp_path / "out", tiny.Recipe(**SHORT | {"layout": layout} | widths))
+    assert 0 < report.parity.logits_relative_error < 1
+
+
 def test_configs_written_by_older_libraries_convert(checkpoint_of, tmp_path):
     """RoPE at the top level and names of remote code, as Phi-3 was published."""
     folder = shutil.copytree(checkpoint_of("phi3-longrope"), tmp_path / "source")
