@@ -27,13 +27,8 @@ from typing import Any
 
 WIDTH = 1280
 ROOT = Path(__file__).resolve().parents[1]
-PLAN = "mha2mla plan llama-3-8b --gpu h100-80gb"
 # Notebook → which of its saved pictures docs/NAME.png shows, one below the other.
 NOTEBOOKS = {"compare_latencies": (0, 1), "convert_and_look_inside": (0, 2, 4), "kernel_explorer": (0, 1)}
-STYLE = """body {margin: 24px 30px; font: 14px/1.4 system-ui, sans-serif; color: #1f2328} img {max-width: 450px}
-h1, h2 {border-bottom: 1px solid #d1d9e0; padding-bottom: .3em} table {border-collapse: collapse}
-td, th {border: 1px solid #d1d9e0; padding: 6px 10px; text-align: left} a {color: #0969da; text-decoration: none}
-pre {background: #f6f8fa; padding: 12px; overflow: hidden} code {font: 11px/1.5 monospace}"""
 
 
 class Browser:
@@ -113,37 +108,17 @@ def shoot(chromium: Browser, address: str, image: Path, scheme: str, width: int,
 
 
 def docs(work: Path) -> None:
-    """README, the report of a conversion, what plan prints, and the first page of the site, as docs/*.png."""
-    import markdown
+    """The report of a conversion and pictures of the notebooks, as docs/*.png."""
     from PIL import Image
-    from rich.console import Console
-    from rich.text import Text
 
     from mha2mla.eval.page import write_page
 
-    readme, report, plan = (work / f"{name}.html" for name in ("readme", "report", "plan"))
-    body = markdown.markdown((ROOT / "README.md").read_text(encoding="utf-8"), extensions=["tables", "fenced_code"])
-    base = f'<!doctype html><meta charset="utf-8"><base href="{ROOT.as_uri()}/">'
-    readme.write_text(f"{base}<style>{STYLE}</style>{body}", encoding="utf-8")
+    report = work / "report.html"
     write_page([ROOT / "benchmarks" / "results" / "h200-quality-latent.json"], report)
-    terminal = ["script", "-qec", f"stty cols 118; {sys.executable} -m {PLAN}", "/dev/null"]
-    printed = subprocess.run(terminal, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    console = Console(record=True, width=118, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(Text.from_ansi(f"$ {PLAN}\n{printed}"))
-    page = '<meta charset="utf-8"><style>{stylesheet} pre {{font: 13px/1.3 monospace}}</style><pre>{code}</pre>'
-    plan.write_text(console.export_html(code_format=page), encoding="utf-8")
-    subprocess.run([ROOT / ".ci" / "docs", sys.executable], check=True)
-    pages = {
-        "readme": (readme, "light", 720, 1480),
-        "report-light": (report, "light", WIDTH, 800),
-        "report-dark": (report, "dark", WIDTH, 800),
-        "plan": (plan, "light", 958, None),
-        "site": (ROOT / "build" / "site" / "index.html", "light", WIDTH, 1000),
-    }
     with browser() as chromium:
-        for name, (page, scheme, width, height) in pages.items():
-            image = ROOT / "docs" / f"{name}.png"
-            shoot(chromium, page.as_uri(), image, scheme, width, height)
+        for scheme in ("light", "dark"):
+            image = ROOT / "docs" / f"report-{scheme}.png"
+            shoot(chromium, report.as_uri(), image, scheme, WIDTH, 800)
             Image.open(image).convert("RGB").quantize(128).save(image, optimize=True)
     notebooks()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -177,7 +178,8 @@ class WhitenedJoint(LowRankRule):
 
     def _solver(self, problem: LatentProblem, centered: bool) -> Callable[[int], Factors]:
         covariance, value_covariance = _moments(problem, SHRINKAGE, centered)
-        key_root, key_inverse = _roots(problem.key_metric.flatten(0, -3))
+        *heads, width, _ = problem.key_metric.shape
+        key_root, key_inverse = _roots(problem.key_metric.reshape(math.prod(heads), width, width))  # width may be 0
         value_root, value_inverse = _roots(problem.value_metric)
         key, value = (key_root @ problem.keys).flatten(0, 1), (value_root @ problem.value).flatten(0, 1)
         gain = _balance(key, covariance, value, value_covariance)
