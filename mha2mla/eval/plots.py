@@ -161,8 +161,10 @@ def probes(rows: Sequence[Row]) -> list[Picture]:
             ]
             panels.append(Panel(probe, "tokens of context", what, curves, ("log2", "linear")))
         kept = [row["retained"] for row in part if row.get("retained") is not None]
-        said = f"at least {100 * min(kept):.0f} % of the source's gain over chance is kept"
-        headline = f"Far context, {len(part)} probes of {subject}: {said if kept else 'the source is at chance'}"
+        said = "the source is at chance"
+        if kept:
+            said = f"at least {100 * min(kept):.0f} % of the source's gain over chance is kept"
+        headline = f"Far context, {len(part)} probes of {subject}: {said}"
         pictures.append(Picture(headline, panels, columns=2))
     return pictures
 

@@ -81,6 +81,12 @@ def test_probes_are_drawn_by_measure_and_probe():
     assert _curves(gains.panels[0])["converted"] == [(512, 0.5), (2048, 0.5)]
 
 
+def test_probes_where_the_source_is_at_chance_say_so():
+    row = {"probe": "sums", "measure": "accuracy", "length": 512, "chance": 0.1, "source": 0.1, "converted": 0.1}
+    (picture,) = plots.probes([row | {"retained": None}])
+    assert picture.headline == "Far context, 1 probes of answers: the source is at chance"
+
+
 @pytest.mark.parametrize("layers", [1, 126])
 def test_picture_of_layers_stays_small(layers, tmp_path):
     pytest.importorskip("matplotlib")
