@@ -48,7 +48,7 @@ def loss_by_length(conversions: Named) -> list[Picture]:
     said = [f"{_change(loss)} at {length:,}" for found in worst.values() for length, loss in found.items()]
     said = ", ".join(dict.fromkeys(said[:1] + said[-1:])) + " tokens"
     if len(worst) > 1:
-        last = sorted((found[max(found)], name) for name, found in worst.items())
+        last = sorted(((found[max(found)], name) for name, found in worst.items()), key=lambda end: _by_loss(end[0]))
         ends = (f"{_change(loss)} ({name})" for loss, name in (last[0], last[-1]))
         said = f"{' to '.join(ends)} in the longest windows"
     headline = f"Perplexity relative to the source, on the worst text: {said}"
@@ -66,7 +66,9 @@ def loss_by_position(conversions: Named) -> list[Picture]:
     for name, rows in conversions.items():
         for row in rows:
             parts.setdefault((name, row["text"]), []).append(_number(row["perplexity_ratio"]))
-    start, end = (max((ratios[place] for ratios in parts.values()), default=math.nan) for place in (0, -1))
+    start, end = (
+        max((ratios[place] for ratios in parts.values()), key=_by_loss, default=math.nan) for place in (0, -1)
+    )
     said = f"{_change(start)} at its start, {_change(end)} at its end"
     headline = f"Perplexity relative to the source inside a window, on the worst text: {said}"
     return _by_text(conversions, headline, "position in the window (tokens)", points, "step", "linear")
@@ -105,7 +107,7 @@ def loss_by_bytes(conversions: Named, shares: Mapping[str, float]) -> list[Pictu
             cache, share = row.get("cache", UNQUANTISED), row.get("cache_share", shares.get(name))
             curve = next(curve for curve, (start, *_) in CACHES.items() if cache.startswith(start))
             points = worst.setdefault((row["seqlen"], curve), {})
-            loss = max(_number(row["perplexity_ratio"]), points.get((name, cache), (0, -math.inf))[1])
+            loss = max(_number(row["perplexity_ratio"]), points.get((name, cache), (0, -math.inf))[1], key=_by_loss)
             if share is not None:
                 points[name, cache] = (share, loss)
     lengths = sorted({length for (length, _), points in worst.items() if points})
@@ -136,10 +138,11 @@ def own_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def worst_losses(rows: Sequence[Row]) -> dict[int, float]:
-    """Window length → perplexity ratio on the text that loses most."""
+    """Window length → perplexity ratio on the text that loses most, NaN if one is."""
     found: dict[int, float] = {}
     for row in rows:
-        found[row["seqlen"]] = max(_number(row["perplexity_ratio"]), found.get(row["seqlen"], -math.inf))
+        loss = _number(row["perplexity_ratio"])
+        found[row["seqlen"]] = max(loss, found.get(row["seqlen"], -math.inf), key=_by_loss)
     return dict(sorted(found.items()))
 
 
@@ -291,6 +294,11 @@ def _change(ratio: float) -> str:
 
 def _span(least: float, most: float) -> str:
     return f"{most:.2g}" if f"{least:.2g}" == f"{most:.2g}" else f"{least:.2g} to {most:.2g}"
+
+
+def _by_loss(ratio: float) -> tuple[bool, float]:
+    """Sort key of perplexity ratios: NaN is the worst."""
+    return math.isnan(ratio), ratio
 
 
 def _number(value: Any) -> float:

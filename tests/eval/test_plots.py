@@ -42,6 +42,23 @@ def test_broken_models_are_drawn_too(ratio):
     assert "source" in picture.svg()
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_text_of_nan_is_the_worst(place):
+    ratios = [1.02, 1.02]
+    ratios[place] = "nan"  # as JSON has it
+    rows = [
+        _row(text, 512, ratio, cache_share=0.5, first=0, stop=512) for text, ratio in zip("ab", ratios, strict=True)
+    ]
+    assert math.isnan(plots.worst_losses(rows)[512])
+    (picture,) = plots.loss_by_bytes({"latent": rows}, {})
+    (converted,) = (curve for curve in picture.panels[0].curves if curve.name == "converted")
+    assert math.isnan(converted.points[0][1])
+    headlines = [plots.loss_by_length({"b": rows, "a": LOSSES})[0].headline]
+    headlines += [plots.loss_by_position({"latent": rows})[0].headline]
+    assert headlines[0].endswith("+4.0 % (a) to nan × (b) in the longest windows")
+    assert headlines[1].endswith("nan × at its start, nan × at its end")
+
+
 def test_loss_by_position_holds_each_part():
     parts = [_row("prose", 64, ratio, first=16 * place, stop=16 * place + 16) for place, ratio in enumerate((1.1, 1.2))]
     (picture,) = plots.loss_by_position({"latent": parts})
