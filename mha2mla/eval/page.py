@@ -294,9 +294,10 @@ def _byte_blocks(evidence: Evidence) -> Iterator[Block]:
 def _probe_blocks(evidence: Evidence) -> Iterator[Block]:
     for report in evidence.reports["quality"]:
         rows = report.get("probes") or []
+        cache = ("cache",) if len({row.get("cache") for row in rows}) > 1 else ()
         for picture in plots.probes(rows):
             part = [row for row in rows if (row["measure"] == "gain") == (picture.panels[0].y.startswith("gain"))]
-            shown = ("probe", "length", "chance", "source", "converted", "retained")
+            shown = ("probe", *cache, "length", "chance", "source", "converted", "retained")
             yield Block(picture.headline, part, {key: probes.COLUMNS[key] for key in shown}, picture)
         if report.get("generation"):
             headline = f"Greedy continuations of {plots.model_name(report)} beside the source's"

@@ -20,7 +20,11 @@ CACHES: Mapping[str, tuple[str, Any, Any]] = {
     "converted": (UNQUANTISED, "ours", "line"),
     "latent codes": ("", "other", "dashed"),
 }
-SIMULATED = ("source", "latent")  # how the names of caches begin that eval quality measures beside the model's own
+SIMULATED = (
+    "source",
+    "latent",
+    "rotary keys",
+)  # how the names of caches begin that eval quality measures beside the model's own
 RATIO = "perplexity ratio (1 = no loss)"
 # Key of a layer's row → what it is an error of; curves are named by the part before the comma.
 LAYER_COLUMNS = {
@@ -147,13 +151,16 @@ def worst_losses(rows: Sequence[Row]) -> dict[int, float]:
 
 
 def probes(rows: Sequence[Row]) -> list[Picture]:
-    """Answers of source and converted model to far context: a picture for each measure, a panel for each probe."""
-    pictures = []
+    """Answers of source and converted model to far context: a picture for each measure, a panel for each probe.
+
+    Rows of caches that are compared beside the converted model's own are left out.
+    """
+    pictures, own = [], own_rows(rows)
     for measure, subject, what in (
         ("accuracy", "answers", "right answers (share)"),
         ("gain", "repeated text", "gain (nats a token)"),
     ):
-        part = [row for row in rows if row["measure"] == measure]
+        part = [row for row in own if row["measure"] == measure]
         if not part:
             continue
         panels = []

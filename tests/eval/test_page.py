@@ -128,6 +128,18 @@ def test_times_of_another_model_name_it(tmp_path):
     assert {"8", "16"} <= set(page.texts["td"])
 
 
+@pytest.mark.parametrize("caches", [["16 bits"], ["16 bits", "source, KV 4 bits, keys by channel"]])
+def test_probes_of_several_caches_name_them(caches, tmp_path):
+    row = {"probe": "sums", "measure": "accuracy", "length": 64, "chance": 0.5, "source": 1.0}
+    rows = [row | {"cache": cache, "converted": 0.75, "retained": 0.5} for cache in caches]
+    fields = {"rows": [_loss()], "probes": rows, "source": "a", "converted": "b", "dtype": "float32"}
+    path = write_json(tmp_path / "q.json", kind="quality", **fields)
+    page = Page(write_page([path], tmp_path / "report.html"))
+    cells = page.texts["td"]
+    assert cells.count("sums") == len(caches) and set(caches[1:]) <= set(cells)
+    assert page.texts["th"].count("cache") == len(caches), "bytes have one, probes if there are several"
+
+
 def _loss(**others):
     return {"text": "prose", "seqlen": 512, "perplexity_ratio": 1.25, "perplexity_source": 8.0, **others}
 

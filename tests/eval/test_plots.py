@@ -98,6 +98,18 @@ def test_probes_are_drawn_by_measure_and_probe():
     assert _curves(gains.panels[0])["converted"] == [(512, 0.5), (2048, 0.5)]
 
 
+def test_probes_of_other_caches_are_not_drawn():
+    row = {"probe": "sums", "measure": "accuracy", "length": 512, "chance": 0.1, "source": 0.9}
+    own = row | {"cache": "16 bits", "converted": 0.8, "retained": 0.875}
+    beside = [
+        row | {"cache": cache, "converted": 0.2, "retained": 0.125}
+        for cache in ("source, KV 4 bits, keys by channel", "latent 3 bits, importance", "rotary keys int8")
+    ]
+    (picture,) = plots.probes([own, *beside])
+    assert _curves(picture.panels[0])["converted"] == [(512, 0.8)]
+    assert "1 probes" in picture.headline and "at least 88 %" in picture.headline
+
+
 def test_probes_where_the_source_is_at_chance_say_so():
     row = {"probe": "sums", "measure": "accuracy", "length": 512, "chance": 0.1, "source": 0.1, "converted": 0.1}
     (picture,) = plots.probes([row | {"retained": None}])
