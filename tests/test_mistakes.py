@@ -38,6 +38,7 @@ def test_latency_says_which_models_it_wants(arguments, message, capsys):
         ("inspect /no/such/folder", "checkpoint is '/no/such/folder'"),
         ("demo --model /no/such/folder", "model is '/no/such/folder'"),
         ("eval quality /no/such/a /no/such/b", "/no/such/a"),
+        ("eval quality a b --probes --probe-items 0", "--probe-items is 0; expected at least 1"),
         ("report no.json", "no.json"),
         ("convert a b --recipe /no/such.yaml", "/no/such.yaml"),
         ("convert a b --cache-ratio 1.5", "cache_ratio is 1.5"),

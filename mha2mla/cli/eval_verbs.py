@@ -66,6 +66,8 @@ def eval_quality(
     record = report_file(json, "quality", source, converted, *(text or ()))
     for name in text or ():
         check_text(name)
+    if probe_items < 1:
+        raise ValueError(f"--probe-items is {probe_items}; expected at least 1")
     find_pair(source, converted)
     announce(f"loading {source} and {converted}", thread_hint(device))
     from mha2mla.eval import evaluate_quality, quality

@@ -103,18 +103,22 @@ def compare_generation(
         longest: tokens that both models take; longer prompts are left out.
 
     Returns:
-        Rows, and why others are missing.
+        Rows, and why others are missing: prompts that are longer than the models take, or than the text.
 
     Raises:
-        ValueError: the text is shorter than a prompt.
+        ValueError: a prompt has no more than the tokenizer's start tokens.
     """
-    tokens = plain_tokens(tokenizer, load_text(settings.text))
+    tokens, start = plain_tokens(tokenizer, load_text(settings.text)), start_tokens(tokenizer)
     rows, skipped = [], []
     for length in progress_bar(settings.prompt_lengths, desc="generation", unit="length", show=progress):
         if longest is not None and length + settings.new_tokens > longest:
             skipped.append(f"continuations of {length} tokens: the models take at most {longest}")
             continue
-        prompts = _prompts(tokens, start_tokens(tokenizer), length, settings)
+        if len(tokens) < (body := length - len(start)):
+            found = f"text {settings.text!r} has {len(tokens)} tokens"
+            skipped.append(f"continuations of {length} tokens: {found}; expected at least {body}")
+            continue
+        prompts = _prompts(tokens, start, length, settings)
         rows.append(_row(prompts, settings, source, converted))
     return rows, skipped
 
@@ -128,11 +132,8 @@ def is_loop(tokens: Sequence[int]) -> bool:
 def _prompts(tokens: Sequence[int], start: Sequence[int], length: int, settings: GenerationSettings) -> torch.Tensor:
     """int64 [prompts, length], drawn from the whole text."""
     body = length - len(start)
-    if body < 1 or len(tokens) < body:
-        raise ValueError(
-            f"prompt_lengths has {length}; expected more than {len(start)} start tokens, and at most the {len(tokens)}"
-            f" tokens of text {settings.text!r}"
-        )
+    if body < 1:
+        raise ValueError(f"prompt_lengths has {length}; expected more than {len(start)} start tokens")
     draw = random.Random(f"{settings.seed} {length}")
     firsts = [draw.randint(0, len(tokens) - body) for _ in range(settings.prompts)]
     return torch.tensor([[*start, *tokens[first : first + body]] for first in firsts])

@@ -228,14 +228,14 @@ def evaluate_quality(
     windows, skipped = _all_windows(tokenizer, contents, lengths, longest, max_tokens)
     if not windows:
         raise ValueError(f"lengths is {list(lengths)}: nothing can be measured; {'; '.join(skipped)}")
+    if isinstance(probes, int) and probes is not False:
+        items = {} if probes is True else {"items": probes}
+        probes = ProbeSettings(lengths=tuple(sorted({length for _, length in windows})), text=texts[-1], **items)
+    if generation is True:
+        generation = GenerationSettings(text=texts[-1])
     calibration = basis_tokens(tokenizer, longest) if _codes_latents(caches, texts, converted) else None
     compared = [partial(ComparedCache, converted), *quantized_caches(source, converted, caches, calibration)]
     rows, by_position = _compare_windows(source, compared, metrics, contents, windows, progress)
-    if isinstance(probes, int) and probes is not False:
-        items = {} if probes is True else {"items": probes}
-        probes = ProbeSettings(lengths=tuple(sorted({row.seqlen for row in rows})), text=texts[-1], **items)
-    if generation is True:
-        generation = GenerationSettings(text=texts[-1])
     found: list[tuple[Any, ...]] = []
     others = {"caches": compared[1:]}
     for compare, settings, how in ((run_probes, probes, others), (compare_generation, generation, {})):

@@ -74,6 +74,15 @@ def test_a_prompt_that_does_not_fit_is_named(tiny_source, tokenizer):
     assert not rows and skipped == ["continuations of 4090 tokens: the models take at most 4096"]
 
 
+def test_a_prompt_longer_than_the_text_is_named(tiny_source, tokenizer, tmp_path):
+    model, text = AutoModelForCausalLM.from_pretrained(tiny_source), tmp_path / "short"
+    text.write_text("x" * 20)
+    settings = GenerationSettings(prompt_lengths=(8, 21), new_tokens=64, prompts=1, text=str(text))
+    rows, skipped = compare_generation(model, model, tokenizer, settings, progress=False)
+    assert [row.prompt_tokens for row in rows] == [8]
+    assert skipped == [f"continuations of 21 tokens: text {str(text)!r} has 20 tokens; expected at least 21"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -206,6 +206,14 @@ def test_probes_and_generation_are_measured_where_windows_are(tiny_source, other
     assert not evaluate_quality(tiny_source, other, **settings).probes
 
 
+def test_bad_probes_are_refused_before_models_run(tiny_source, tokenizer):
+    model, calls = AutoModelForCausalLM.from_pretrained(tiny_source), []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    with pytest.raises(ValueError, match="items is 0; expected at least 1"):
+        evaluate_quality(model, model, tokenizer=tokenizer, probes=0, **SETTINGS)
+    assert not calls
+
+
 def test_default_probes_follow_lengths_and_last_text(tiny_source, other, monkeypatch):
     asked = []
 
