@@ -28,7 +28,7 @@ from mha2mla.eval.measurement import (
     measured,
     unless_out_of_memory,
 )
-from mha2mla.eval.op_latency import BASELINES, attention_latency
+from mha2mla.eval.op_latency import BASELINES, attention_latency, check_op
 from mha2mla.modeling.backends import OF_OPS
 from mha2mla.modeling.config import cache_bytes, cached_tokens, layer_token_bytes, visible_tokens
 from mha2mla.terminal import progress_bar
@@ -104,6 +104,7 @@ def model_latency(
             raise ValueError(f"{name} is {list(values)}; expected one or more numbers >= {least}")
     if new_tokens < 2:
         raise ValueError(f"new_tokens is {new_tokens}; expected 2 or more")
+    check_op(page_size, min_run_time)
     device = compute_device(device)
     dtype = dtype or usual_dtype(device)
 

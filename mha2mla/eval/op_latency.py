@@ -184,7 +184,7 @@ def attention_latency(
     Args:
         geometry: of the MLA layer; the source is its ``num_key_value_heads`` heads of width ``v_head_dim``.
         batch_sizes, seqlens: every pair of them is measured; ``seqlen`` counts the new token.
-        page_size: tokens per page of the latent cache, a power of two.
+        page_size: tokens per page of the latent cache, a power of two >= 16.
         softmax_scale: default ``v_head_dim ** -0.5``, the source's.
         check: without it nothing is compared with float64, and every row's status says so.
         backend: of ``mla_decode``; ``None`` lets it choose.
@@ -196,7 +196,11 @@ def attention_latency(
         reads of the cache, ``gb_per_s`` that over the median time. A row whose check failed has no time. On CUDA,
         ``plan_us`` is the median time of planning, which a decode step does once for all layers and no other column
         includes.
+
+    Raises:
+        ValueError: ``page_size`` or ``min_run_time`` is out of range.
     """
+    check_op(page_size, min_run_time)
     device = torch.device(device)
     scale = geometry.v_head_dim**-0.5 if softmax_scale is None else softmax_scale
     rows = []
@@ -214,6 +218,14 @@ def attention_latency(
         )  # fmt: skip
         rows.append(shape | _mla_row(problem, geometry, scale, dtype, device, backend, check, min_run_time))
     return rows
+
+
+def check_op(page_size: int, min_run_time: float) -> None:
+    """Raises ValueError unless :func:`attention_latency` takes both."""
+    if page_size < 16 or page_size & (page_size - 1):
+        raise ValueError(f"page_size is {page_size}; expected a power of two >= 16")
+    if not min_run_time > 0:
+        raise ValueError(f"min_run_time is {min_run_time}; expected more than 0 seconds")
 
 
 def _source_rows(

@@ -391,6 +391,8 @@ def test_preset_rows_stand_beside_published_times(monkeypatch):
         ({"batch_sizes": [0]}, r"batch_sizes is \[0\]"),
         ({"seqlens": []}, r"seqlens is \[\]"),
         ({"layer": 2}, "layer is 2; expected 0 to 1"),
+        ({"page_size": 24}, "page_size is 24; expected a power of two >= 16"),
+        ({"min_run_time": -1.0}, "min_run_time is -1.0; expected more than 0 seconds"),
         ({"converted": "source"}, "converted has model_type 'llama'; expected 'mha2mla'"),
     ],
 )
