@@ -38,6 +38,8 @@ def test_latency_says_which_models_it_wants(arguments, message, capsys):
         ("inspect /no/such/folder", "checkpoint is '/no/such/folder'"),
         ("demo --model /no/such/folder", "model is '/no/such/folder'"),
         ("eval quality /no/such/a /no/such/b", "/no/such/a"),
+        ("eval quality a b --text generated", "text 'generated' is made up by a model, for calibration; expected"),
+        ("eval quality a b --text builtin:stdlib+builtin:prose", "is 2 texts joined by '+'; expected one: a file, "),
         ("eval quality a b --probes --probe-items 0", "--probe-items is 0; expected at least 1"),
         ("report no.json", "no.json"),
         ("convert a b --recipe /no/such.yaml", "/no/such.yaml"),

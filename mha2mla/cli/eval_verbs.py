@@ -10,7 +10,7 @@ from cyclopts import App, Parameter
 
 from mha2mla.checkpoints import find_checkpoint, find_converted, find_pair
 from mha2mla.cli.flags import SEVERAL, Device, Dtype, Json, Numbers, Ratios, RotaryKeyCache, Texts, flag, torch_dtype
-from mha2mla.conversion.calibration.texts import check_text
+from mha2mla.conversion.calibration.texts import check_single_text
 from mha2mla.conversion.target import DEFAULT_LAYOUT, LayoutName
 from mha2mla.environment import thread_hint
 from mha2mla.files import output_file, page, report_file
@@ -65,7 +65,7 @@ def eval_quality(
     """
     record = report_file(json, "quality", source, converted, *(text or ()))
     for name in text or ():
-        check_text(name)
+        check_single_text(name)
     if probe_items < 1:
         raise ValueError(f"--probe-items is {probe_items}; expected at least 1")
     find_pair(source, converted)

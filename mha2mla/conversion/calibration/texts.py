@@ -66,14 +66,14 @@ def load_text(name: str | Path, characters: int | None = None) -> str:
         ImportError: a dataset was asked for and ``datasets`` is not installed.
     """
     name = str(name)
+    check_single_text(name)
     if name.startswith(BUILTIN):
-        _check_part(name)
         text = _builtin(name.removeprefix(BUILTIN), characters)
     elif name.startswith(DATASET):
         text = _dataset(name.removeprefix(DATASET))
     else:
         try:
-            text = _file(name).read_text(encoding="utf-8")
+            text = Path(name).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"text {name!r} is not UTF-8: {error}") from error
     if not text.strip():
@@ -81,11 +81,24 @@ def load_text(name: str | Path, characters: int | None = None) -> str:
     return text
 
 
-def check_text(name: str | Path) -> None:
-    """Refuses a text that is neither a name of :func:`load_text` nor a file, without reading it.
+def check_single_text(name: str | Path) -> None:
+    """Refuses a text that :func:`load_text` does not take, without reading it.
 
     Raises:
-        ValueError: as above.
+        ValueError: unknown builtin, no such file, texts joined by ``+``, or text that a model is to make up.
+    """
+    if str(name) in (GENERATED, DIVERSE) and not Path(name).is_file():
+        raise ValueError(f"text {str(name)!r} is made up by a model, for calibration; expected {_EXPECTED}")
+    if not str(name).startswith(DATASET) and len(parts := _parts(name)) > 1:
+        raise ValueError(f"text {str(name)!r} is {len(parts)} texts joined by '+'; expected one: {_EXPECTED}")
+    _check_part(str(name))
+
+
+def check_text(name: str | Path) -> None:
+    """Refuses what neither :func:`load_text` nor a recipe (:func:`text_shares`) takes, without reading it.
+
+    Raises:
+        ValueError: a part is neither a name nor a file.
     """
     for part in _parts(name):
         _check_part(part)
