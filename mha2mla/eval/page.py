@@ -185,16 +185,20 @@ def write_page(inputs: Sequence[OutputPath], output: OutputPath) -> Path:
         evidence = Evidence(inputs)
         sections = [section for section in _sections(evidence, inputs, output) if section.blocks]
         timed = [plots.model_name(report) for report in evidence.reports["latency"] if not report.get("preset")]
-        names = dict.fromkeys([*evidence.shares, *evidence.losses] or timed)
+        names = list(dict.fromkeys([*evidence.shares, *evidence.losses] or timed))
         title = f"{evidence.source} → {', '.join(names) or 'converted'}"
-        facts = _facts(evidence)
+        facts = _facts(evidence, names)
         text = _html(title, facts, sections) if is_html else _markdown(title, facts, sections)
     text = re.sub("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]", "\ufffd", text)  # a random model's answers hold them
     return write_output(output, kind, lambda temporary: temporary.write_text(text, encoding="utf-8", errors="replace"))
 
 
-def _facts(evidence: Evidence) -> list[tuple[str, str]]:
-    """Figures for the head of the page, and what they are."""
+def _facts(evidence: Evidence, names: Sequence[str]) -> list[tuple[str, str]]:
+    """Figures for the head of the page, and what they are.
+
+    Args:
+        names: conversions that the page is about.
+    """
     found = []
     for record in evidence.reports["conversion"]:
         before = 2 * record["source_cache_numel_per_token"]
@@ -218,6 +222,8 @@ def _facts(evidence: Evidence) -> list[tuple[str, str]]:
                 shape = f"batch {last['batch']:,}, {last['seqlen']:,} tokens"
                 if model := report.get("random_weights"):
                     shape += f", {model} with random weights"
+                elif (name := plots.model_name(report)) not in names or len(names) > 1:
+                    named += f" of {name}"
                 found.append((f"{last['speed_up']:.3g} ×", f"speed of {named}, {shape}"))
     return found
 

@@ -128,6 +128,16 @@ def test_times_of_another_model_name_it(tmp_path):
     assert {"8", "16"} <= set(page.texts["td"])
 
 
+@pytest.mark.parametrize(("measured", "named"), [("b", ""), ("c", " of c")])
+def test_speed_of_another_conversion_names_it(measured, named, tmp_path):
+    write_json(tmp_path / "q.json", kind="quality", rows=[_loss()], source="a", converted="b", dtype="float32")
+    row = {"op": "generate", "batch": 1, "seqlen": 64, "status": "ok", "new_tokens": 2}
+    rows = [{**row, "implementation": name, "tokens_per_s": 1.0} for name in ("source", "converted")]
+    write_json(tmp_path / "l.json", kind="latency", rows=rows, source="a", converted=f"path/to/{measured}")
+    page = Page(write_page([tmp_path / "q.json", tmp_path / "l.json"], tmp_path / "report.html"))
+    assert f"speed of generation{named}, batch 1, 64 tokens" in page.texts["dt"]
+
+
 @pytest.mark.parametrize("caches", [["16 bits"], ["16 bits", "source, KV 4 bits, keys by channel"]])
 def test_probes_of_several_caches_name_them(caches, tmp_path):
     row = {"probe": "sums", "measure": "accuracy", "length": 64, "chance": 0.5, "source": 1.0}
