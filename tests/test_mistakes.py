@@ -36,6 +36,8 @@ def test_latency_says_which_models_it_wants(arguments, message, capsys):
     [
         ("convert /no/such/folder out", "source is '/no/such/folder'"),
         ("inspect /no/such/folder", "checkpoint is '/no/such/folder'"),
+        ("inspect a --length 4096,0", "--length has 0; expected at least 1"),
+        ("inspect a --batch 0", "--batch has 0; expected at least 1"),
         ("demo --model /no/such/folder", "model is '/no/such/folder'"),
         ("eval quality /no/such/a /no/such/b", "/no/such/a"),
         ("eval quality a b --text generated", "text 'generated' is made up by a model, for calibration; expected"),

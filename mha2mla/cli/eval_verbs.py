@@ -319,6 +319,9 @@ def inspect_checkpoint(
         verify: also read all weights and compare them with the digests that the conversion recorded.
     """
     record = report_file(json, "inspection", checkpoint)
+    for name, values in (("batch", batch), ("length", length)):
+        if values and min(values) < 1:
+            raise ValueError(f"{flag(name)} has {min(values)}; expected at least 1")
     find_converted(checkpoint, "checkpoint")
     announce(f"reading {checkpoint}")
     from mha2mla.conversion.card import RECORD_FILE
