@@ -43,6 +43,7 @@ TEXTS = ("builtin:stdlib", "builtin:licences", "builtin:opticks")  # three kinds
 LENGTHS: tuple[int | None, ...] = (512, 2048, None)
 MAX_TOKENS = 3 * 8192
 POSITION_PARTS = 8
+LEAST_EXCESS = 1e-4  # of a window's ratio over 1; below it, its parts differ by rounding
 BASIS_TEXT, BASIS_LENGTH, BASIS_TOKENS = "builtin:pydoc", 1024, 4096  # that bases of latents are computed from
 
 COLUMNS = {
@@ -90,7 +91,7 @@ class QualityRow:
         top1_agreement: share of scored tokens where both put the same token first.
         metrics: columns of further metrics (``metrics`` of :func:`evaluate_quality`), by name.
         excess_over_mean: for a part of the window, its excess (ratio − 1) over the whole window's; None where the
-            whole window has none.
+            whole window's is within :data:`LEAST_EXCESS` of 0.
         cache: its name, such as "source, KV 4 bits, keys by channel"; cache_share: its bytes at the end of a window
             relative to the source's in 16 bits.
     """
@@ -478,7 +479,7 @@ class Measured:
             found |= reduced
         own = {key: found.pop(key) for metric in QUALITY_METRICS for key in metric.columns}
         excess = None
-        if whole is not None and whole.perplexity_ratio != 1:
+        if whole is not None and abs(whole.perplexity_ratio - 1) >= LEAST_EXCESS:
             ratio = own["perplexity_converted"] / own["perplexity_source"]
             excess = (ratio - 1) / (whole.perplexity_ratio - 1)
         return QualityRow(

@@ -36,6 +36,14 @@ def test_a_model_against_itself_loses_nothing(tiny_source):
     assert (report.rows[0].num_windows, report.rows[0].num_tokens) == (10, 10 * 47)
 
 
+def test_rounding_has_no_excess_by_position(tiny_source, tokenizer):
+    source, rounded = (AutoModelForCausalLM.from_pretrained(tiny_source) for _ in range(2))
+    rounded.lm_head.weight.data.mul_(1 + 1e-5)
+    report = evaluate_quality(source, rounded, tokenizer=tokenizer, **SETTINGS)
+    assert 0 < abs(report.rows[0].perplexity_ratio - 1) < 1e-4
+    assert {row.excess_over_mean for row in report.by_position} == {None}
+
+
 def _by_torch(source, other, length, first=0, stop=None):
     """The same numbers by torch's own losses, all windows in one batch, in float64 after the models."""
     tokenizer = AutoTokenizer.from_pretrained(source)
