@@ -20,11 +20,8 @@ CACHES: Mapping[str, tuple[str, Any, Any]] = {
     "converted": (UNQUANTISED, "ours", "line"),
     "latent codes": ("", "other", "dashed"),
 }
-SIMULATED = (
-    "source",
-    "latent",
-    "rotary keys",
-)  # how the names of caches begin that eval quality measures beside the model's own
+# How the names of caches begin that eval quality measures beside the model's own.
+SIMULATED = ("source", "latent", "rotary keys")
 RATIO = "perplexity ratio (1 = no loss)"
 # Key of a layer's row → what it is an error of; curves are named by the part before the comma.
 LAYER_COLUMNS = {
