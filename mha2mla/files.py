@@ -83,6 +83,9 @@ class Kind:
     matches: Callable[[bytes], bool]
 
 
+CURVE = Kind("curve of heal", lambda head: head.startswith(b'[{"step": 0, "tokens": 0, "held_out_kl": '))
+
+
 def report(kind: str) -> Kind:
     """JSON reports of this package with that ``kind``."""
 

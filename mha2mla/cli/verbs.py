@@ -33,7 +33,7 @@ from mha2mla.cli.flags import (
 )
 from mha2mla.conversion.calibration.texts import check_text
 from mha2mla.environment import installed_version, thread_hint
-from mha2mla.files import output_file, report, report_file, write_output
+from mha2mla.files import CURVE, output_file, report, report_file, write_output
 from mha2mla.healing import settings as healing
 from mha2mla.terminal import announce, forgiving_streams
 
@@ -133,9 +133,10 @@ def heal(
         dtype: dtype of the written weights; default the conversion's.
         overwrite: replace a destination that is empty or converted.
         resume: auto continues from the last checkpoint of a killed run; never starts anew.
-        log: JSON file that has the curve of the losses so far, after every evaluation.
+        log: JSON file that has the curve of the losses so far, after every evaluation; replaces such a curve alone.
     """
     record = report_file(json, "healing", source, converted, made=destination)
+    output_file(log, CURVE, source, converted, record, name="log", made=destination)
     given = {name: value for name, value in vars(settings).items() if value is not None}
     healing.Settings.of(preset, **given)
     check_text(text)

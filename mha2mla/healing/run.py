@@ -35,7 +35,7 @@ from mha2mla.conversion.resume import (
 from mha2mla.conversion.source.files import check_unchanged, faults_of_the_source_named
 from mha2mla.conversion.source.opening import OpenedFolder, Source, open_converted, open_source
 from mha2mla.environment import collect_environment, compute_device, device_name, installed_version
-from mha2mla.files import atomic_write
+from mha2mla.files import CURVE, atomic_write, output_file
 from mha2mla.healing.memory import fit_memory
 from mha2mla.healing.rate import first_steps, measured_rate
 from mha2mla.healing.record import OWN_WINDOWS, HealingReport, check_pair, write_healed, write_record
@@ -131,12 +131,13 @@ def heal(
         dtype: of the written weights; default those of ``converted``. Training keeps them in float32.
         overwrite: replace a destination that is empty or a converted checkpoint, after the new one is complete.
         resume: "auto" goes on from what an interrupted run of the same healing left; "never" discards it.
-        log: JSON file that has the curve of the losses so far, after every evaluation.
+        log: JSON file that has the curve of the losses so far, after every evaluation; outside the three folders, and
+            a file that is there is replaced if it is such a curve.
         progress: bars on standard error.
         settings: of :class:`~mha2mla.healing.settings.Settings`, such as ``minutes=15`` or ``train="lora"``.
 
     Raises:
-        ValueError: a bad setting, text or device, or a launcher's choice for FSDP, by name; the loss became NaN.
+        ValueError: a bad setting, text, device or log, or a launcher's choice for FSDP, by name; the loss became NaN.
         CheckpointError: ``converted`` is no conversion of ``source``, or either is damaged.
         DestinationError: the destination cannot be written or may not be replaced.
         ResumeError: an interrupted healing with other settings lies there.
@@ -153,6 +154,7 @@ def heal(
     weights = _weights(token_weights, text)
     for folder in (opened_source.folder, opened.folder):
         check_destination(destination, folder, overwrite=overwrite)
+    curve = output_file(log, CURVE, opened_source.folder, opened.folder, name="log", made=destination)
     final = Path(destination).expanduser()
     processes = Processes(place)
     with ExitStack() as stack:
@@ -231,7 +233,7 @@ def heal(
                 announce(f"going on from {newest.name} of an interrupted run")
             result = train(
                 distillation, blocks, held_out, chosen, tokens, checkpoints,
-                going_on=newest, weights=weights, log=None if log is None else Path(log), progress=progress,
+                going_on=newest, weights=weights, log=curve, progress=progress,
             )  # fmt: skip
             counts = device_use(models, place, result.tokens_per_second / request["processes"])
             made = models.trained() if result.kept_step else {}

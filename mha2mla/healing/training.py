@@ -20,7 +20,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.fit.repeatable import deterministic
-from mha2mla.files import atomic_write
+from mha2mla.files import CURVE, atomic_write, write_output
 from mha2mla.healing.loss import distillation_loss, divergence
 from mha2mla.healing.optimizer import SCHEDULES, make_optimizer
 from mha2mla.healing.settings import Settings
@@ -182,7 +182,7 @@ class _Log(TrainerCallback):
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.is_world_process_zero:
             curve = json.dumps(list(_curve(state.log_history, self._step_tokens)))
-            atomic_write(self._path, lambda path: path.write_text(curve, encoding="utf-8"))
+            write_output(self._path, CURVE, lambda path: path.write_text(curve, encoding="utf-8"), "log")
 
 
 class _Bar(TrainerCallback):

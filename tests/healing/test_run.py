@@ -244,16 +244,17 @@ def test_other_settings_do_not_go_on(folders, tmp_path, monkeypatch, capsys):
     def interrupt():
         raise KeyboardInterrupt
 
+    log = tmp_path / "new" / "curve.json"
     with monkeypatch.context() as patch:
         Steps(patch, at=13, ends=interrupt)
         with pytest.raises(KeyboardInterrupt):
-            heal(folders, tmp_path / "out", progress=True)
+            heal(folders, tmp_path / "out", progress=True, log=log)
     assert "what was done is kept in" in capsys.readouterr().err
     with pytest.raises(ResumeError, match=r"checkpoint-6 .* differs in settings.rate \(0.003 there, 0.001 now\)"):
         heal(folders, tmp_path / "out", rate=1e-3)
     counted = Steps(monkeypatch)
-    heal(folders, tmp_path / "out", rate=1e-3, resume="never")
-    assert counted.calls == 20
+    heal(folders, tmp_path / "out", rate=1e-3, resume="never", log=log)  # replaces the curve of the run before
+    assert counted.calls == 20 and json.loads(log.read_text())[-1]["step"] == 10
 
 
 def test_a_rate_too_large_keeps_the_conversion(folders, tmp_path):
@@ -399,6 +400,8 @@ def test_bad_arguments_are_refused_by_name(folders, tmp_path):
             heal(folders, tmp_path / "out", **{"text": windows, **keys})
     with pytest.raises(DestinationError, match="overlap"):
         heal(folders, folders[1] / "out")
+    with pytest.raises(ValueError, match="log is .* in the checkpoint"):
+        heal(folders, tmp_path / "out", log=folders[0] / "generation_config.json")
     with pytest.raises(DestinationError, match="exists"):
         heal(folders, tmp_path)
     assert not list(tmp_path.iterdir())
