@@ -146,6 +146,7 @@ def heal(
     started = time.perf_counter()
     if resume not in ("auto", "never"):
         raise ValueError(f"resume is {resume!r:.80}; expected 'auto' or 'never'")
+    source, converted, destination = map(os.path.expanduser, (source, converted, destination))
     place = _device(device)
     if isinstance(text, str):
         check_text(text)
@@ -155,7 +156,7 @@ def heal(
     for folder in (opened_source.folder, opened.folder):
         check_destination(destination, folder, overwrite=overwrite)
     curve = output_file(log, CURVE, opened_source.folder, opened.folder, name="log", made=destination)
-    final = Path(destination).expanduser()
+    final = Path(destination)
     processes = Processes(place)
     with ExitStack() as stack:
         held = temporary_folder(final, overwrite=overwrite, worth_keeping=_has_work)

@@ -407,6 +407,15 @@ def test_bad_arguments_are_refused_by_name(folders, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_home_folder_is_expanded_before_the_overlap(folders, tmp_path, monkeypatch):
+    shutil.copytree(folders[1], tmp_path / "converted")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    before = files(tmp_path / "converted")
+    with pytest.raises(DestinationError, match="overlap"):
+        heal((folders[0], tmp_path / "converted"), "~/converted", overwrite=True)
+    assert files(tmp_path / "converted") == before
+
+
 def test_frozen_weights_are_the_teachers_memory(folders):
     settings = run.Settings.of("quick", tokens=128, length=32, long_length=32)
     models = student.load_models(*folders, torch.device("cpu"), settings)
