@@ -48,10 +48,12 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     """The matrices with nearly the same singular vectors and singular values between 0.7 and 1.2, in float32.
 
     Args:
-        matrices: [..., rows, columns]; one of zeros stays so.
+        matrices: [..., rows, columns], finite; one of zeros stays so, and one below about 1e-38 may come out smaller.
     """
-    wide = matrices if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT
-    wide = wide / wide.float().norm(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    wide = (matrices if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT).float()
+    for order in (math.inf, 2):  # by the largest first: squares of 1e-23 are 0, those of 1e20 infinite
+        size = torch.linalg.vector_norm(wide, order, dim=(-2, -1), keepdim=True)
+        wide = wide / size.clamp_min(torch.finfo(torch.float32).tiny)
     wide = wide.to(torch.bfloat16 if wide.is_cuda else torch.float32)
     first, third, fifth = _POLYNOMIAL
     for _ in range(_ITERATIONS):

@@ -27,13 +27,14 @@ def test_directions_stay_and_sizes_become_one(shape, device):
     assert aside.abs().max() < (0.02 if device == "cuda" else 1e-5)  # bfloat16 on a GPU
 
 
-@pytest.mark.parametrize("factor", [1e-15, 1.0, 1e15])
+@pytest.mark.parametrize("factor", [1e-30, 1e-15, 1.0, 1e15, 1e30])
 def test_the_gradients_size_does_not_count(factor):
     given = random(12, 20)
     found = muon_direction(given * factor)
     torch.testing.assert_close(found, muon_direction(given))
     assert 0.8 < found.square().mean().sqrt() < 1.2
     assert not muon_direction(torch.zeros(3, 4)).any()
+    assert muon_direction(given * 1e-44).isfinite().all()
 
 
 def test_a_step_of_each_kind_is_the_plain_one():
