@@ -95,11 +95,14 @@ def training_text(
 
 
 def _share(blocks: int, settings: Settings) -> tuple[int, int]:
-    """Numbers of blocks with a long window and with short ones; at least one each where both are asked for."""
+    """Numbers of blocks with a long window and with short ones; of three and more at least one each where both are
+    asked for."""
     if settings.length == settings.long_length:
         return 0, blocks
     long = round(blocks * settings.long_share)
-    if blocks > 1 and 0 < settings.long_share < 1:
+    if blocks == 2:
+        long -= long % 2  # of one block of each length none can be held out
+    elif blocks > 2 and 0 < settings.long_share < 1:
         long = min(max(long, 1), blocks - 1)
     return long, blocks - long
 

@@ -120,6 +120,15 @@ def test_held_out_blocks_are_no_others(source):
         text.hold_out(TokenBlocks(torch.zeros(2, 8, dtype=torch.int64), (4, 8)))
 
 
+@pytest.mark.parametrize(("share", "length"), [(0.25, 16), (0.5, 16), (0.8, 64), (1.0, 64)])
+def test_two_blocks_have_windows_of_one_length(share, length, source, tmp_path):
+    """So that some are held out."""
+    settings = dataclasses.replace(SETTINGS, long_share=share)
+    blocks = made(source, "builtin:prose", tmp_path, tokens=128, settings=settings)
+    assert set(blocks.lengths) == {length} and blocks.tokens.numel() == 128
+    assert all(len(part) for part in text.hold_out(blocks))
+
+
 def test_description_counts_tokens_and_grams():
     blocks = TokenBlocks(torch.tensor([[1, 2, 3, 4, 1, 2, 3, 4], [5] * 8]), (4, 8))
     found = text.describe_text(blocks, 152_064)
