@@ -39,7 +39,7 @@ from mha2mla.files import CURVE, atomic_write, output_file
 from mha2mla.healing.memory import fit_memory
 from mha2mla.healing.rate import first_steps, measured_rate
 from mha2mla.healing.record import OWN_WINDOWS, HealingReport, check_pair, write_healed, write_record
-from mha2mla.healing.settings import DEFAULT_TEXT, PresetName, Settings
+from mha2mla.healing.settings import DEFAULT_TEXT, FEWEST_STEPS, PresetName, Settings
 from mha2mla.healing.student import Models, is_sharded, load_models
 from mha2mla.healing.text import describe_text, hold_out, source_perplexity, text_name, training_text, with_own_windows
 from mha2mla.healing.training import Distillation, last_checkpoint, tokens_in, train
@@ -196,8 +196,8 @@ def heal(
             if chosen.compile == "always" or (chosen.compile == "auto" and own_gpu and not models.recomputes):
                 distillation.compile_layers()
             tokens = processes.share(lambda: _budget(chosen, distillation, opened_source, pieces, progress))
-            if settings.get("batch_tokens") is None:
-                chosen = chosen.of_enough_steps(tokens // request["processes"])
+            fewest = FEWEST_STEPS if settings.get("batch_tokens") is None else 1
+            chosen = chosen.of_enough_steps(tokens // request["processes"], fewest)
             text_started = time.perf_counter()
             blocks = processes.share(
                 lambda: training_text(

@@ -167,6 +167,8 @@ class Steps:
 def test_tokens_are_a_budget_in_whole_steps(folders, tmp_path, monkeypatch):
     counted = Steps(monkeypatch)
     assert heal(folders, tmp_path / "out", tokens=1280 + 127).trained.tokens == 1280 == counted.trained_tokens
+    report = heal(folders, tmp_path / "less", tokens=100)  # of 128 in a step
+    assert (report.trained.tokens, report.settings.batch_tokens) == (64, 100)  # a pass
 
 
 def test_a_small_budget_is_many_steps(folders, tmp_path):
