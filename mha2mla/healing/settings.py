@@ -66,7 +66,7 @@ class Settings:
             the GPU's memory, on a CPU and under FSDP where hidden states have 2048 elements or more.
         compile: torch.compile makes the decoder layers and the loss; "auto" on CUDA where the backward pass
             recomputes nothing and FSDP shards nothing.
-        evaluations: number of evaluations on held-out windows, and of checkpoints.
+        evaluations: most evaluations on held-out windows after the one before training, and checkpoints.
         keep: the weights with the smallest loss on held-out windows, or the last ones.
         seed: seed of text, order and adapters.
 

@@ -402,7 +402,7 @@ def train(
     )
     step_tokens = settings.step_tokens * arguments.world_size
     steps = max(1, tokens // step_tokens)
-    every, schedule = max(1, steps // settings.evaluations), SCHEDULES[settings.optimizer]
+    every, schedule = math.ceil(steps / settings.evaluations), SCHEDULES[settings.optimizer]
     arguments.max_steps, arguments.warmup_steps = steps, min(math.ceil(WARM_UP * steps), steps - 1)
     decay = min(max(1, round(schedule.decay * steps)), steps - arguments.warmup_steps)
     arguments.lr_scheduler_kwargs = {"num_decay_steps": decay, "decay_type": schedule.shape}
