@@ -27,6 +27,7 @@ def first_steps(
     settings: Settings,
     *,
     weights: Tensor | None = None,
+    held_out_weights: Tensor | None = None,
     rates: Sequence[float] = RATES,
     try_all: bool = False,
 ) -> list[dict[str, float]]:
@@ -38,6 +39,7 @@ def first_steps(
         held_out: of it as many tokens count as a step has, at most :data:`MAX_MEASURED`, at least a block of each
             length.
         weights: [blocks, size] of the losses of the gradient's tokens; None: ones.
+        held_out_weights: the same of the held-out tokens; blocks without a token that counts are left out.
         rates: in the order in which they are tried.
         try_all: rates after the first one that does little harm are tried, too.
 
@@ -46,7 +48,12 @@ def first_steps(
     """
     device, per_pass = distillation.student.device, settings.pass_tokens // blocks.size
     counts = min(settings.step_tokens, MAX_MEASURED) // blocks.size // len(held_out.window_lengths)
-    measured = [block for length in held_out.window_lengths for block in held_out.of_length(length)[: max(1, counts)]]
+    by_length = [list(held_out.of_length(length)) for length in held_out.window_lengths]
+    if held_out_weights is not None:
+        by_length = [[block for block in same if held_out_weights[block].any()] for same in by_length]
+    measured = [block for same in by_length for block in same[: max(1, counts)]]
+    if held_out_weights is not None:
+        held_out_weights = held_out_weights / held_out_weights[measured].mean()
 
     def loss(part: TokenBlocks, chosen: list[int], weights: Tensor | None = None) -> Tensor:
         lengths = torch.tensor([part.lengths[block] for block in chosen])
@@ -56,7 +63,7 @@ def first_steps(
     @torch.no_grad()
     def divergence() -> float:
         distillation.eval()
-        return sum(loss(held_out, [block]).item() for block in measured) / len(measured)
+        return sum(loss(held_out, [block], held_out_weights).item() for block in measured) / len(measured)
 
     rows = [{"rate": 0.0, "held_out_kl": divergence()}]
     if distillation.compiled:

@@ -125,8 +125,8 @@ def heal(
         text: to train on: ``"generated-diverse"`` or ``"generated"``, which the source writes at temperature 1, names
             of texts or files, or these joined by ``+``; or token windows, int64 [windows, length], one tensor for each
             length.
-        token_weights: [windows, length] beside one tensor of windows: weights of the tokens' losses, 0 masks one; only
-            their ratios count.
+        token_weights: [windows, length] beside one tensor of windows: weights of the tokens' losses, of held-out ones,
+            too; 0 masks one; only their ratios count.
         device: default CUDA where there is one; of several GPUs the first that is visible.
         dtype: of the written weights; default those of ``converted``. Training keeps them in float32.
         overwrite: replace a destination that is empty or a converted checkpoint, after the new one is complete.
@@ -214,8 +214,7 @@ def heal(
                 )  # fmt: skip
             text_seconds = time.perf_counter() - text_started
             blocks, held_out = hold_out(blocks)
-            if weights is not None:
-                weights = weights[: len(blocks)]
+            weights, held_out_weights = _divided(weights, len(blocks))
             about = {
                 "name": text if isinstance(text, str) else OWN_WINDOWS,
                 **describe_text(blocks, opened_source.config.vocab_size),
@@ -226,15 +225,18 @@ def heal(
             tried: tuple[dict[str, float], ...] = ()
             if chosen.rate is None:
                 tried = processes.share(
-                    lambda: _first_steps(distillation, blocks, held_out, chosen, weights, pieces, progress)
-                )
+                    lambda: _first_steps(
+                        distillation, blocks, held_out, chosen, pieces, progress,
+                        weights=weights, held_out_weights=held_out_weights,
+                    )
+                )  # fmt: skip
                 chosen = replace(chosen, rate=measured_rate(tried, chosen.optimizer))
             newest = processes.share(lambda: last_checkpoint(checkpoints))
             if newest and progress and processes.is_main:
                 announce(f"going on from {newest.name} of an interrupted run")
             result = train(
                 distillation, blocks, held_out, chosen, tokens, checkpoints,
-                going_on=newest, weights=weights, log=curve, progress=progress,
+                going_on=newest, weights=weights, held_out_weights=held_out_weights, log=curve, progress=progress,
             )  # fmt: skip
             counts = device_use(models, place, result.tokens_per_second / request["processes"])
             made = models.trained() if result.kept_step else {}
@@ -309,6 +311,16 @@ def _weights(token_weights: Tensor | None, text: str | Windows) -> Tensor | None
     return token_weights.float() / token_weights.float().mean()
 
 
+def _divided(weights: Tensor | None, count: int) -> tuple[Tensor | None, Tensor | None]:
+    """Weights of the first ``count`` windows, which are trained on, and of the held-out ones, each of mean 1."""
+    if weights is None:
+        return None, None
+    for part, use in ((weights[:count], "trained on"), (weights[count:], "held out")):
+        if not part.any():
+            raise ValueError(f"token_weights is 0 in the {len(part)} windows {use}; expected a token that counts")
+    return weights[:count] / weights[:count].mean(), weights[count:] / weights[count:].mean()
+
+
 @contextmanager
 def _leftovers_named(work: Path, resume: str, *, show: bool) -> Iterator[None]:
     """Says after an interrupt or an error what is kept, and which command goes on from there."""
@@ -377,15 +389,17 @@ def _first_steps(
     blocks: TokenBlocks,
     held_out: TokenBlocks,
     settings: Settings,
-    weights: Tensor | None,
     pieces: WorkFolder,
     progress: bool,
+    *,
+    weights: Tensor | None,
+    held_out_weights: Tensor | None,
 ) -> tuple[dict[str, float], ...]:
     """As :func:`~mha2mla.healing.rate.first_steps`; measured once, and found by a run that goes on."""
     if (saved := pieces.get(_FIRST_STEPS)) is not None:
         return tuple(saved[1])
     with waiting("measuring the rate", show=progress):
-        rows = first_steps(distillation, blocks, held_out, settings, weights=weights)
+        rows = first_steps(distillation, blocks, held_out, settings, weights=weights, held_out_weights=held_out_weights)
     pieces.put(_FIRST_STEPS, {}, rows)
     return tuple(rows)
 

@@ -356,6 +356,7 @@ def train(
     *,
     going_on: Path | None = None,
     weights: Tensor | None = None,
+    held_out_weights: Tensor | None = None,
     log: Path | None = None,
     progress: bool,
 ) -> Trained:
@@ -368,7 +369,7 @@ def train(
         tokens: to train on at most, in whole steps; at least one step is made.
         folder: of the checkpoints: trained weights, the optimizer's state, random states.
         going_on: the checkpoint there to go on from (:func:`last_checkpoint`).
-        weights: [blocks, size] of the tokens' losses.
+        weights, held_out_weights: [blocks, size] of the tokens' losses, each of mean 1; None: ones.
         log: JSON file that has the curve so far after every evaluation.
 
     Raises:
@@ -419,7 +420,7 @@ def train(
         model=distillation,
         args=arguments,
         train_dataset=Blocks(blocks, order, weights),
-        eval_dataset=Blocks(held_out, range(len(held_out))),
+        eval_dataset=Blocks(held_out, range(len(held_out)), held_out_weights),
         callbacks=[clock, *callbacks, _Bar(progress, step_tokens), _Checkpoints()],
     )
     trainer.remove_callback(PrinterCallback)

@@ -76,6 +76,17 @@ def test_masked_tokens_move_nothing(distillation):
     assert masked[1]["held_out_kl"] == masked[0]["held_out_kl"]
 
 
+def test_masked_held_out_tokens_do_not_count(distillation):
+    """Only the second halves of the last two blocks do, although a step has as many tokens as the first four."""
+    settings, text, held_out = Settings.of("quick", **WINDOWS), blocks_of(0), blocks_of(1)
+    weights = torch.zeros(8, 32)
+    weights[6:, 16:] = 3
+    (row,) = first_steps(distillation, text, held_out, settings, held_out_weights=weights, rates=[])
+    with torch.no_grad():
+        expected = distillation.eval()(held_out.tokens[6:], torch.full((2,), 32), weights[6:] / 1.5)["loss"].item()
+    assert row["held_out_kl"] == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("harms", "expected"),
     [

@@ -357,10 +357,19 @@ def test_masked_tokens_are_not_learnt(folders, tmp_path):
     masked = heal(folders, tmp_path / "masked", text=text, token_weights=weights, **keys)
     other = text.clone()
     other[:, 17:] = tiny.some_tokens(48, 32)[:, 17:].flip(0)  # the last token of a half predicts, and is seen
-    heal(folders, tmp_path / "other", text=other, token_weights=weights, **keys)
+    same_before = heal(folders, tmp_path / "other", text=other, token_weights=weights, **keys)
     ours, same = (load_file(tmp_path / name / "model.safetensors") for name in ("masked", "other"))
     assert masked.trained.steps == 1
+    assert masked.trained.held_out_before == same_before.trained.held_out_before
     assert all(torch.equal(ours[name], same[name]) for name in ours)
+
+
+@pytest.mark.parametrize(("masked", "use"), [(slice(0, 46), "trained on"), (slice(46, 48), "held out")])
+def test_weights_that_mask_a_part_are_refused(masked, use, folders, tmp_path):
+    weights = torch.ones(48, 32)
+    weights[masked] = 0
+    with pytest.raises(ValueError, match=f"token_weights is 0 in the {len(weights[masked])} windows {use}; expected"):
+        heal(folders, tmp_path / "out", token_weights=weights)
 
 
 def test_what_is_no_conversion_of_the_source_is_refused(folders, tmp_path):
