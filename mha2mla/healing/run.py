@@ -126,7 +126,7 @@ def heal(
             of texts or files, or these joined by ``+``; or token windows, int64 [windows, length], one tensor for each
             length.
         token_weights: [windows, length] beside one tensor of windows: weights of the tokens' losses, of held-out ones,
-            too; 0 masks one; only their ratios count.
+            too; 0 masks one; only their ratios count. Not beside ``own_share``.
         device: default CUDA where there is one; of several GPUs the first that is visible.
         dtype: of the written weights; default those of ``converted``. Training keeps them in float32.
         overwrite: replace a destination that is empty or a converted checkpoint, after the new one is complete.
@@ -153,6 +153,8 @@ def heal(
     opened_source, opened = _open(source, converted)
     chosen, sharded = _settings(preset, settings, opened_source, text), is_sharded()
     weights = _weights(token_weights, text)
+    if weights is not None and chosen.own_share:
+        raise ValueError(f"own_share is {chosen.own_share} beside token_weights; expected 0: own text has no weights")
     for folder in (opened_source.folder, opened.folder):
         check_destination(destination, folder, overwrite=overwrite)
     curve = output_file(log, CURVE, opened_source.folder, opened.folder, name="log", made=destination)

@@ -58,8 +58,8 @@ class Settings:
         row: tokens of a long window that the source writes in one go: a small model that goes on for long repeats
             itself. Short windows are put together of rows of 512.
         own_share: share of the tokens, in short windows, that the converted model writes in place of the text's.
-        batch_tokens: tokens of an optimizer step, in whole passes; fewer than the preset's for a small budget, and no more
-            than the budget.
+        batch_tokens: tokens of an optimizer step, in whole passes; fewer than the preset's for a small budget, and no
+            more than the budget.
         tokens_at_once: most tokens of a forward and backward pass, in whole long windows; a GPU with too little memory
             gets fewer.
         checkpointing: whether the backward pass recomputes activations; "auto" where those of one window do not fit

@@ -405,6 +405,7 @@ def test_bad_arguments_are_refused_by_name(folders, tmp_path):
         ({"resume": "no"}, "resume is 'no'"),
         ({"text": windows + 1000}, "calibration has token"),
         ({"token_weights": torch.ones(3, 32)}, r"token_weights is \(3, 32\); expected \(48, 32\)"),
+        ({"token_weights": torch.ones(48, 32), "own_share": 0.5}, "own_share is 0.5 beside token_weights; expected 0"),
         ({"device": "meta"}, "device is 'meta'"),
     ):
         with pytest.raises(ValueError, match=named):
