@@ -7,7 +7,8 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -168,6 +169,7 @@ def heal(
         weight_files, others = opened_source.identity()
         files = {**weight_files, **others}
         record = check_pair(opened_source, opened, weight_files)
+        compared = _compared_texts(record)
         digests = {name: each.sha256 for name, each in files.items()}
         request = {
             "source": digests,
@@ -249,7 +251,7 @@ def heal(
                 written = write_healed(opened, made, folder, dtype, progress=progress)
                 made.clear()
                 check_unchanged(opened_source.folder, files)
-                rows = _compare(opened_source, opened, open_converted(folder), record, place, folder, progress)
+                rows = _compare(opened_source, opened, open_converted(folder), compared, place, folder, progress)
                 report = HealingReport(
                     destination=str(final),
                     settings=chosen,
@@ -433,31 +435,39 @@ def device_use(models: Models, device: torch.device, speed: float) -> dict[str, 
     }
 
 
+def _compared_texts(record: Mapping[str, Any]) -> list[tuple[str, int, int]]:
+    """Text, length and number of windows of each of a record's comparisons; the default where none can be repeated.
+
+    Warns:
+        UserWarning: a text is a file that is not there.
+    """
+    texts = []
+    for kind in ("", "long_"):
+        if (parity := record.get(f"{kind}parity")) and "token windows" not in record[f"{kind}evaluation_text"]:
+            text, length = record[f"{kind}evaluation_text"], record[f"{kind}evaluation_length"]
+            try:
+                check_text(text)
+            except ValueError as error:
+                warnings.warn(f"no comparison on the text that converted was evaluated on: {error}", stacklevel=3)
+            else:
+                texts.append((text, length, parity["tokens"] // (length - 1)))
+    return texts or [(EVALUATION_TEXT, _EVALUATION_LENGTH, EVALUATION_TOKENS // _EVALUATION_LENGTH)]
+
+
 def _compare(
     source: Source,
     converted: OpenedFolder,
     healed: OpenedFolder,
-    record: Mapping[str, Any],
+    texts: Sequence[tuple[str, int, int]],
     device: torch.device,
     folder: Path,
     progress: bool,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each text of the record: source, converted and healed model in float32, streamed."""
-    texts = [
-        (
-            record[f"{kind}evaluation_text"],
-            (length := record[f"{kind}evaluation_length"]),
-            parity["tokens"] // (length - 1),
-        )
-        for kind in ("", "long_")
-        if (parity := record.get(f"{kind}parity")) and "token windows" not in record[f"{kind}evaluation_text"]
-    ]
+    """A row for each of the texts: source, converted and healed model in float32, streamed."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     source_model = source.model(device, torch.float32)
-    for text, length, windows in texts or [
-        (EVALUATION_TEXT, _EVALUATION_LENGTH, EVALUATION_TOKENS // _EVALUATION_LENGTH)
-    ]:
+    for text, length, windows in texts:
         held_out = HeldOut.of(source, text, length, windows * length)
         before, after = (
             compare(

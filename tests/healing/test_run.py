@@ -316,6 +316,15 @@ def test_experts_are_not_trained(tmp_path):
         heal((tmp_path / "source", tmp_path / "converted"), tmp_path / "out", train="all")
 
 
+def test_an_evaluation_text_that_is_gone_is_replaced(folders, tmp_path):
+    """The record has a file's name without its folder."""
+    (tmp_path / "mine.txt").write_text("keys and values " * 200)
+    tiny.convert(folders[0], tmp_path / "converted", LATENT, evaluation=str(tmp_path / "mine.txt"))
+    with pytest.warns(UserWarning, match="no comparison on the text .*: text 'mine.txt' is no file"):
+        report = heal((folders[0], tmp_path / "converted"), tmp_path / "out", tokens=128)
+    assert [row["text"] for row in report.rows] == ["builtin:prose"]
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_lora_is_merged(optimizer, folders, tmp_path):
     pytest.importorskip("peft")
