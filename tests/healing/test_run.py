@@ -449,6 +449,24 @@ def test_frozen_weights_are_the_teachers_memory(folders):
     assert all(each.requires_grad for name, each in models.student.named_parameters() if ".self_attn." in name)
 
 
+@pytest.mark.parametrize(
+    ("family", "noise"),
+    [("phi3", {"attention_dropout": 0.5, "resid_pdrop": 0.5}), ("mixtral", {"router_jitter_noise": 0.5})],
+)
+def test_a_student_has_no_noise(family, noise, tmp_path):
+    keys = tiny.CASES["mixtral"][1] if family == "mixtral" else {}
+    tiny.checkpoint(tmp_path / "source", family, **keys, **noise)
+    tiny.convert(tmp_path / "source", tmp_path / "converted", LATENT, evaluation="builtin:prose")
+    settings = run.Settings.of("quick", tokens=128, length=32, long_length=32)
+    models = student.load_models(tmp_path / "source", tmp_path / "converted", torch.device("cpu"), settings)
+    distillation, ids = training.Distillation(models, None), tiny.some_tokens(2, 32)
+    losses = [distillation.train(mode)(ids, torch.tensor([32, 32]))["loss"] for mode in (True, False)]
+    assert torch.equal(*losses)
+    heal((tmp_path / "source", tmp_path / "converted"), tmp_path / "out", tokens=128)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert noise.items() <= {**config, **config["source_config"]}.items()
+
+
 def test_rates_of_latent_maps(folders):
     settings = run.Settings.of("quick", tokens=128, length=32, long_length=32, rate=1e-4, latent_rate=1e-3)
     models = student.load_models(*folders, torch.device("cpu"), settings)
