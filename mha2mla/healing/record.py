@@ -26,6 +26,7 @@ from mha2mla.modeling.stored_tensors import FREQUENCIES
 from mha2mla.terminal import progress_bar
 
 OWN_WINDOWS = "token windows of the caller"  # name of a text that the caller tokenised
+_FLOAT32 = (FREQUENCIES, ".latent_centers")  # as convert writes them in every dtype
 _UNTRAINED = ", without training."  # of the card that a conversion writes
 _CARD = """
 ## Healing
@@ -164,7 +165,7 @@ def write_healed(
 
     Args:
         trained: by the checkpoint's names.
-        dtype: of the written tensors; None: each its own. Frequencies stay float32.
+        dtype: of the written tensors; None: each its own. Frequencies and the centers of codes stay float32.
 
     Raises:
         CheckpointError: a trained tensor is none of the checkpoint's.
@@ -176,7 +177,7 @@ def write_healed(
     for name in progress_bar(sorted(reader.names()), desc="write", unit="tensor", show=progress):
         tensor = reader.tensor(name)
         made = trained[name].to(device="cpu", dtype=tensor.dtype) if name in trained and dtype is None else tensor
-        if dtype is not None and tensor.is_floating_point() and not name.endswith(FREQUENCIES):
+        if dtype is not None and tensor.is_floating_point() and not name.endswith(_FLOAT32):
             made = trained.get(name, tensor).to(device="cpu", dtype=dtype)
         writer.add(name, made)
     writer.finish()

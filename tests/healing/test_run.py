@@ -492,6 +492,16 @@ def test_half_precision_trains_in_float32(folders, tmp_path):
     assert json.loads((tmp_path / "wide" / "config.json").read_text())["dtype"] == "float32"
 
 
+def test_centers_of_codes_stay_float32(folders, tmp_path):
+    """Whatever the dtype, as convert writes them."""
+    tiny.convert(folders[0], tmp_path / "coded", {**LATENT, "latent.bits": 3}, evaluation="builtin:prose")
+    heal((folders[0], tmp_path / "coded"), tmp_path / "out", tokens=128, dtype=torch.bfloat16)
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "coded"))
+    kept = [name for name in ours if name.endswith(("latent_centers", "inv_freq"))]
+    assert len(kept) == 4 and all(torch.equal(ours[name], theirs[name]) for name in kept)
+    assert {each.dtype for name, each in ours.items() if name not in kept} == {torch.bfloat16}
+
+
 HEALS = """
 import json, os, signal, sys
 import mha2mla
