@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import shutil
 import time
@@ -45,6 +46,7 @@ from mha2mla.healing.student import Models, is_sharded, load_models
 from mha2mla.healing.text import describe_text, hold_out, source_perplexity, text_name, training_text, with_own_windows
 from mha2mla.healing.training import Distillation, last_checkpoint, tokens_in, train
 from mha2mla.modeling.families import FAMILIES
+from mha2mla.modeling.stored_tensors import DTYPES
 from mha2mla.pipeline.check import EVALUATION_TEXT, EVALUATION_TOKENS, HeldOut, source_folder
 from mha2mla.pipeline.sizing import recognize_gpu
 from mha2mla.terminal import announce, waiting
@@ -148,9 +150,13 @@ def heal(
     if resume not in ("auto", "never"):
         raise ValueError(f"resume is {resume!r:.80}; expected 'auto' or 'never'")
     source, converted, destination = map(os.path.expanduser, (source, converted, destination))
+    if dtype not in (None, *DTYPES.values()):
+        raise ValueError(f"dtype is {dtype!r:.80}; expected one of {', '.join(map(str, DTYPES.values()))}, or None")
     place = _device(device)
     if isinstance(text, str):
         check_text(text)
+    elif not len(text):
+        raise ValueError("text has no token windows; expected one at least")
     opened_source, opened = _open(source, converted)
     chosen, sharded = _settings(preset, settings, opened_source, text), is_sharded()
     weights = _weights(token_weights, text)
@@ -307,12 +313,14 @@ def _weights(token_weights: Tensor | None, text: str | Windows) -> Tensor | None
     """Weights of mean 1."""
     if token_weights is None:
         return None
-    if not isinstance(text, Tensor) or token_weights.shape != text.shape or not (token_weights >= 0).all():
+    if not isinstance(text, Tensor) or token_weights.shape != text.shape:
         expected = tuple(text.shape) if isinstance(text, Tensor) else "none beside a text that is no tensor of windows"
-        raise ValueError(f"token_weights is {tuple(token_weights.shape)}; expected {expected}, at least 0")
-    if not token_weights.any():
-        raise ValueError("token_weights is 0 everywhere; expected a token that counts")
-    return token_weights.float() / token_weights.float().mean()
+        raise ValueError(f"token_weights is {tuple(token_weights.shape)}; expected {expected}")
+    token_weights = token_weights.float()
+    least, mean = token_weights.min().item(), token_weights.mean().item()
+    if not (least >= 0 and 0 < mean < math.inf):
+        raise ValueError(f"token_weights has least {least} and mean {mean}; expected finite ones >= 0, not all 0")
+    return token_weights / mean
 
 
 def _divided(weights: Tensor | None, count: int) -> tuple[Tensor | None, Tensor | None]:

@@ -115,6 +115,8 @@ class Settings:
         for name in ("long_share", "own_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)!r:.80}; expected a number from 0 to 1")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed is {self.seed!r:.80}; expected a whole number from 0 to 2**32 - 1")
         if self.latent_rate is not None and self.rate is None:
             raise ValueError(f"latent_rate is {self.latent_rate} and rate is None; expected a rate beside it")
         if self.long_length % self.length:

@@ -415,6 +415,12 @@ def test_bad_arguments_are_refused_by_name(folders, tmp_path):
         ({"text": windows + 1000}, "calibration has token"),
         ({"token_weights": torch.ones(3, 32)}, r"token_weights is \(3, 32\); expected \(48, 32\)"),
         ({"token_weights": torch.ones(48, 32), "own_share": 0.5}, "own_share is 0.5 beside token_weights; expected 0"),
+        ({"token_weights": torch.ones(48, 32).index_fill(0, torch.tensor(3), math.inf)}, "mean inf; expected finite"),
+        ({"token_weights": torch.zeros(48, 32)}, "token_weights has least 0.0 and mean 0.0; expected"),
+        ({"seed": -1}, "seed is -1; expected a whole number from 0"),
+        ({"seed": 2**32}, "seed is 4294967296; expected"),
+        ({"text": []}, "text has no token windows"),
+        ({"dtype": "bfloat16"}, "dtype is 'bfloat16'; expected one of torch.float64"),
         ({"device": "meta"}, "device is 'meta'"),
     ):
         with pytest.raises(ValueError, match=named):
