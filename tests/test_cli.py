@@ -127,6 +127,12 @@ def test_every_recipe_key_is_a_flag():
     assert parsed_recipe() == {}
 
 
+def test_heal_offers_no_second_gpu(capsys):
+    """It refuses one: CUDA_VISIBLE_DEVICES chooses."""
+    assert run("heal", "--help") == 0
+    assert "cuda:1" not in capsys.readouterr().out
+
+
 def test_every_setting_of_healing_is_a_flag():
     given = parse("heal", "a", "b", "c", "--rate", "3e-4", "--keep=last")["settings"]
     assert {name for name, value in vars(given).items() if value is not None} == {"rate", "keep"}

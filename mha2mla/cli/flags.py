@@ -39,6 +39,10 @@ Numbers = Annotated[list[int] | None, Parameter(converter=_whole_numbers, n_toke
 Device = Annotated[
     str | None, Parameter(metavar="DEVICE", help="cpu, cuda, cuda:1, …; default CUDA when there is one.")
 ]
+TrainingDevice = Annotated[
+    str | None,
+    Parameter(metavar="DEVICE", help="cpu, or cuda for the first GPU that is visible; default CUDA when there is one."),
+]
 Dtype = Literal["float32", "bfloat16", "float16"]
 LoadedDtype = Annotated[
     Dtype | None, Parameter(help="of the weights; default the checkpoint's, but on CUDA bfloat16 for float32.")

@@ -27,6 +27,7 @@ from mha2mla.cli.flags import (
     RecipeFlags,
     RotaryKeyCache,
     Texts,
+    TrainingDevice,
     flag,
     load_recipe,
     torch_dtype,
@@ -111,7 +112,7 @@ def heal(
     *,
     preset: healing.PresetName = "standard",
     text: str = healing.DEFAULT_TEXT,
-    device: Device = None,
+    device: TrainingDevice = None,
     dtype: Dtype | None = None,
     overwrite: bool = False,
     resume: Literal["auto", "never"] = "auto",
@@ -151,8 +152,7 @@ def heal(
     found = run(source, converted, destination, preset=preset, text=text, **options, **given)
     print(found)
     if record is not None:
-        values = found.to_dict()
-        write_json(record, kind="healing", rows=values.pop("rows"), environment=collect_environment(), **values)
+        write_json(record, kind="healing", environment=collect_environment(), **found.to_dict())
 
 
 @app.command
