@@ -202,7 +202,10 @@ class _Bar(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
         for name in ("loss", "eval_loss"):
             if not math.isfinite(logs.get(name, 0.0)):
-                raise ValueError(f"the loss became {logs[name]} at step {state.global_step}; expected a smaller rate")
+                raise ValueError(
+                    f"the loss became {logs[name]} at step {state.global_step}; expected a smaller rate, beside"
+                    " resume='never', which discards this one's checkpoints"
+                )
         shown = {"KL": logs.get("loss"), "held-out KL": logs.get("eval_loss")}
         if self._bar is not None:
             self._bar.set_postfix(

@@ -2,9 +2,11 @@
 
 import itertools
 import json
+import math
 
 import pytest
 import torch
+from transformers import TrainerState
 
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.fit.repeatable import deterministic
@@ -210,6 +212,13 @@ def test_layers_that_do_not_compile_train_plainly(from_minutes, folders, monkeyp
         training.warm_up(distillation, TokenBlocks.of(tiny.some_tokens(2, 32)), 2)
     assert len(told) == 1
     assert distillation(tiny.some_tokens(2, 32), torch.tensor([32, 32]))["loss"].isfinite()
+
+
+def test_a_loss_without_a_number_says_what_to_do():
+    """The same command would go on at the same rate; a smaller one is refused beside that rate's checkpoints."""
+    bar = training._Bar(False, 64)
+    with pytest.raises(ValueError, match="loss became nan at step 7; expected a smaller rate, beside resume='never'"):
+        bar.on_log(None, TrainerState(global_step=7), None, {"loss": math.nan})
 
 
 def test_a_checkpoint_without_its_end_is_none(tmp_path):
