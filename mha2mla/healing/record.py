@@ -65,7 +65,7 @@ class HealingReport:
         flop_share: of the GPU's datasheet, products of weights alone; None where either is unknown.
         peak_gpu_bytes: of tensors; None on a CPU.
         cache_ratio: bytes of the cache relative to the source's.
-        seconds: of the whole run.
+        seconds: of this run, without those of one that it goes on from.
     """
 
     destination: str
@@ -116,7 +116,7 @@ class HealingReport:
             "text": f"{text['unique_tokens']:,} tokens, {text['distinct_4grams']:.0%} of its runs of four tokens"
             f" distinct ({by_window}), the source's perplexity {text['perplexity_source']:.4g}",
             "speed": f"{trained.tokens_per_second:,.0f} tokens/s{limit}; text {text['seconds']:.0f} s, training"
-            f" {trained.seconds:.0f} s, in all {self.seconds:.0f} s",
+            f" {trained.seconds:.0f} s, this run {self.seconds:.0f} s",
             "cache": f"{self.cache_ratio:.4f} of the source's, as before",
             "written to": self.destination,
             "load with": f'model, tokenizer = mha2mla.load("{self.destination}")',

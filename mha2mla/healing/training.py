@@ -161,10 +161,20 @@ class _Trainer(Trainer):
 
 
 class _Clock(TrainerCallback):
-    """Seconds of the optimizer steps alone: no evaluation, checkpoint or kernel that is compiled for the first one."""
+    """Seconds of the optimizer steps alone: no evaluation, checkpoint or kernel that is compiled for the first one; and
+    of earlier runs in all. Rows of evaluations, which checkpoints hold, have both for a run that goes on."""
 
     def __init__(self, device: torch.device) -> None:
-        self.seconds, self._device, self._began = 0.0, device, 0.0
+        self.seconds, self.earlier, self._device = 0.0, 0.0, device
+        self._began = self._started = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        for row in state.log_history:
+            self.seconds, self.earlier = row.get("seconds", (self.seconds, self.earlier))
+        self._started = _now(self._device)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        state.log_history[-1]["seconds"] = [self.seconds, self.earlier + _now(self._device) - self._started]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._began = _now(self._device)
@@ -263,8 +273,8 @@ class Trained:
         held_out_before, held_out_best, held_out_last: mean KL on the held-out windows.
         best_step: after which the loss on held-out windows was smallest; 0: before the first.
         kept_step: whose weights are kept; 0: those before training.
-        seconds: of this run, evaluations and checkpoints among them.
-        tokens_per_second: of this run's steps alone.
+        seconds: evaluations and checkpoints among them; of a run that went on those before its checkpoint, too.
+        tokens_per_second: of the steps alone.
         curve: logged losses and rates by step.
     """
 
@@ -430,7 +440,7 @@ def train(
     started = _now(device)
     with deterministic(warn_only=True):
         trainer.train(resume_from_checkpoint=None if going_on is None else str(going_on))
-    seconds = _now(device) - started
+    seconds = clock.earlier + _now(device) - started
     state = trainer.state
     evaluated = [row for row in state.log_history if "eval_loss" in row]
     before = evaluated[0]["eval_loss"]
@@ -448,7 +458,7 @@ def train(
         best_step=best_step,
         kept_step=best_step if settings.keep == "best" else steps,
         seconds=seconds,
-        tokens_per_second=(steps - done) * step_tokens / clock.seconds if steps > done else 0.0,
+        tokens_per_second=steps * step_tokens / clock.seconds,
         curve=list(_curve(state.log_history, step_tokens)),
     )
 

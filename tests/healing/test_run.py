@@ -106,6 +106,21 @@ def test_speed_leaves_evaluations_out_and_log_has_the_curve(folders, tmp_path, m
     assert curve == report.trained.curve
 
 
+def test_a_run_that_goes_on_adds_the_time_before(folders, tmp_path, monkeypatch):
+    """A clock that each step moves by 2 s; all of them were made by the run that was interrupted."""
+    now = [0.0]
+    monkeypatch.setattr(training, "_now", lambda _: now.__setitem__(0, now[0] + 1) or now[0])
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(run, "write_healed", interrupt)
+        heal(folders, tmp_path / "out")
+    trained = heal(folders, tmp_path / "out").trained
+    assert trained.tokens_per_second == 1280 / 10 and trained.seconds > 20
+
+
 def test_healed_checkpoint_is_a_conversion_with_both_figures(folders, tmp_path):
     report = heal(folders, tmp_path / "out", text="builtin:prose", length=32, long_length=32, rate=5e-4, tokens=2560)
     old, new = (json.loads((folder / "conversion.json").read_text()) for folder in (folders[1], tmp_path / "out"))
