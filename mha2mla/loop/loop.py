@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from mha2mla.loop.scheduler import Chunk, Request, Sampling, Scheduler
 from mha2mla.modeling import BatchModel, paged_model
 from mha2mla.modeling.cache_layout import PAGE_SIZE
 from mha2mla.modeling.captured import CudaGraphs, Recorder
+from mha2mla.modeling.pages import OutOfPagesError
 
 _SHARE_OF_FREE = 0.8  # share of the GPU's free memory: prompts need some beside the cache
 _CPU_BYTES = 2**30
@@ -50,7 +53,7 @@ class Progress:
 class _Launched:
     """A step on its way: its chunks, the tokens that it will have chosen, on the host, and when it has."""
 
-    chunks: list[Chunk]
+    chunks: list[Chunk | None]
     tokens: Tensor
     done: torch.cuda.Event | None
 
@@ -111,7 +114,9 @@ class Loop:
         self.compiled = self.runner.compile(max_tokens)
         self.progress = Progress()
         self._history: History | None = None
-        self._launched: _Launched | None = None
+        self._launched: deque[_Launched] = deque()  # the oldest first; two only while a step runs
+        self._given: list[Request] = []  # got a token that no step has told of
+        self._failure: BaseException | None = None
 
     @property
     def cache_bytes_per_token(self) -> float:
@@ -124,6 +129,7 @@ class Loop:
 
         Raises:
             ValueError: it is empty, or longer with its answer than ``max_length``, or than all pages together.
+            RuntimeError: an earlier error left the requests half changed.
         """
         request = self._request(prompt, sampling)
         self.scheduler.add(request)
@@ -135,7 +141,8 @@ class Loop:
         Raises:
             ValueError: as :meth:`add`.
         """
-        self.drain()
+        self._check()
+        self._read(0)
         twin = self._request(request.tokens, sampling or request.sampling)
         self.scheduler.fork(request, twin)
         return twin
@@ -155,24 +162,76 @@ class Loop:
         """Steps until every request is finished; each gives the requests that got a token."""
         while self.scheduler.has_work:
             yield self.step()
-        self.drain()
+        if given := self.drain():
+            yield given
 
     def step(self) -> list[Request]:
-        """Launches a step, then reads the tokens of the one before. Returns the requests that got one."""
+        """Launches a step, then reads the tokens of the one before. Returns the requests that got one.
+
+        A step that raises is undone, so that the next one begins as it did.
+
+        Raises:
+            OutOfPagesError: no request can run until sequences of ``cache`` that are not the loop's are closed.
+            RuntimeError: an earlier error left the requests half changed.
+        """
+        self._check()
         began = time.perf_counter()
-        chunks = self.scheduler.schedule()
-        launched = self._launch(chunks) if chunks else None
-        given = self._read(self._launched)
-        self._launched = launched
+        self._read(1)  # two are on their way where reading was interrupted
+        preemptions = self.scheduler.preemptions
+        chunks = self._change(self.scheduler.schedule)
+        if chunks:
+            try:
+                launched = self._launch(chunks)
+            except BaseException:
+                self._change(self._undo, chunks)
+                raise
+            self._launched.append(launched)
+        elif self.scheduler.has_work and not self._launched and self.scheduler.preemptions == preemptions:
+            allocator = self.cache.allocator
+            raise OutOfPagesError(
+                f"{len(self.scheduler.waiting)} requests wait for pages and none runs:"
+                f" {allocator.num_pages - allocator.num_free} of {allocator.num_pages} pages are held by sequences that"
+                " are not the loop's; expected them closed"
+            )
+        self._read(1 if chunks else 0)
         self.progress.seconds += time.perf_counter() - began
-        return given
+        return self._take_given()
 
     def drain(self) -> list[Request]:
-        """Reads what is on its way, and launches nothing. Returns the requests that got a token."""
+        """Reads what is on its way, and launches nothing. Returns the requests that got a token.
+
+        Raises:
+            RuntimeError: an earlier error left the requests half changed.
+        """
+        self._check()
         began = time.perf_counter()
-        given, self._launched = self._read(self._launched), None
+        self._read(0)
         self.progress.seconds += time.perf_counter() - began
-        return given
+        return self._take_given()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(
+                f"loop failed: {self._failure!r} left its requests half changed; expected a new Loop for them"
+            ) from self._failure
+
+    def _change(self, change: Callable[..., Any], *arguments: Any) -> Any:
+        """Changes requests; after half of a change no further step would be right."""
+        try:
+            return change(*arguments)
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _undo(self, chunks: list[Chunk]) -> None:
+        """Of a step that raised. The device may have lost the tokens chosen before, which the host reads therefore."""
+        self.scheduler.undo(chunks)
+        self._history = None
+        self._read(0)
+
+    def _take_given(self) -> list[Request]:
+        given, self._given = self._given, []
+        return list(dict.fromkeys(given))
 
     @torch.inference_mode()
     def _launch(self, chunks: list[Chunk]) -> _Launched:
@@ -196,18 +255,25 @@ class Loop:
         self.progress.prompt_tokens += sum(max(0, count) for count in of_prompts)
         return _Launched(ordered, tokens, done)
 
-    def _read(self, launched: _Launched | None) -> list[Request]:
-        if launched is None:
-            return []
-        if launched.done is not None:
-            launched.done.synchronize()
-        pairs = [pair for pair in zip(launched.chunks, launched.tokens.tolist(), strict=True) if pair[0] is not None]
+    def _read(self, ahead: int) -> None:
+        """Tokens of all steps on their way but the last ``ahead``."""
+        while len(self._launched) > ahead:
+            launched = self._launched[0]
+            if launched.done is not None:
+                launched.done.synchronize()
+            tokens = launched.tokens.tolist()
+            self._change(self._complete, launched.chunks, tokens)
+
+    def _complete(self, chunks: list[Chunk | None], tokens: list[int]) -> None:
+        pairs = [pair for pair in zip(chunks, tokens, strict=True) if pair[0] is not None]
         given = self.scheduler.complete([chunk for chunk, _ in pairs], [token for _, token in pairs])
+        self._launched.popleft()
+        self._given += given
         self.progress.new_tokens += len(given)
         self.progress.preemptions = self.scheduler.preemptions
-        return given
 
     def _request(self, prompt: Sequence[int], sampling: Sampling | None) -> Request:
+        self._check()
         request = Request(prompt, sampling or Sampling())
         most = len(request.prompt) + request.sampling.max_new_tokens
         if most > self.max_length:

@@ -248,6 +248,12 @@ class Scheduler:
             request.in_flight += samples
         return chunks
 
+    def undo(self, chunks: list[Chunk]) -> None:
+        """Takes back the last :meth:`schedule`, whose step did not run; before :meth:`complete` of the one before."""
+        for chunk in chunks:
+            self.allocator.truncate(chunk.sequence, chunk.start)
+            chunk.request.in_flight -= chunk.samples
+
     def complete(self, chunks: list[Chunk], tokens: list[int]) -> list[Request]:
         """Takes the token chosen for each chunk of a step. Returns the requests that got a token they wanted."""
         given = []

@@ -1,12 +1,14 @@
 """Requests that come, fork and lose their pages get the greedy tokens that each gets alone through transformers."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from mha2mla.loop import Loop, Sampling, runner
 from mha2mla.modeling import BatchModel
+from mha2mla.modeling.pages import OutOfPagesError
 from tests.few import few
 from tests.modeling import models
 from tests.modeling.tape import Tape
@@ -180,3 +182,103 @@ def test_kernels_are_compiled_before_requests(case, monkeypatch):
         loop.run()
         assert request.answer == alone(model, prompt, 6)
         assert shapes == [more] * bool(more)  # by the step itself, once for 2, 4 and 8 tokens each
+
+
+def fail_in_steps(monkeypatch, loop: Loop, failing: set[int]) -> None:
+    """Steps of these numbers raise after they have run and spoiled the tokens that the device chose before."""
+    run, calls = loop.runner.run, []
+
+    def run_or_fail(chunks):
+        found = run(chunks)
+        calls.append(chunks)
+        if len(calls) in failing:
+            loop.runner.last.fill_(7)
+            raise KeyboardInterrupt(f"call {len(calls)}")
+        return found
+
+    monkeypatch.setattr(loop.runner, "run", run_or_fail)
+
+
+@pytest.mark.parametrize("share_prefixes", [True, False])
+def test_a_step_that_raises_is_undone(share_prefixes, monkeypatch):
+    """Answers, counts and reports are as if it had not been, whichever step it is."""
+    model, found = models.mla_model(), []
+    prompts = [[5, 6, 7], list(range(3, 30)), list(range(3, 24))]
+    for failing in ({}, {1, 2, 3}, set(range(2, 60, 2)), set(range(3, 60, 5))):
+        loop = make_loop(model, num_pages=8, share_prefixes=share_prefixes)
+        fail_in_steps(monkeypatch, loop, failing)
+        requests = [
+            loop.add(prompt, Sampling(20, repetition_penalty=1.2 + number)) for number, prompt in enumerate(prompts)
+        ]
+        given, raised = [], 0
+        while loop.scheduler.has_work:
+            try:
+                for some in loop.steps():
+                    given += some
+            except KeyboardInterrupt:
+                raised += 1
+        given += loop.drain()
+        assert bool(raised) == bool(failing) and set(given) == set(requests) and loop.progress.new_tokens == 60
+        assert loop.progress.preemptions or failing
+        assert not any(request.in_flight for request in requests)
+        found.append([request.answer for request in requests])
+    assert all(answers == found[0] for answers in found)
+
+
+def test_an_interrupt_while_tokens_are_awaited_loses_none():
+    model = models.mla_model()
+    loop = make_loop(model)
+    request = loop.add([9, 8, 7], Sampling(8))
+    loop.step()
+
+    class Interrupted:
+        def synchronize(self):
+            loop._launched[0] = replace(loop._launched[0], done=None)
+            raise KeyboardInterrupt
+
+    loop._launched[0] = replace(loop._launched[0], done=Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        loop.step()
+    loop.run()
+    assert request.answer == alone(model, request.prompt, 8)
+
+
+def test_half_a_change_ends_the_loop(monkeypatch):
+    loop = make_loop(models.mla_model())
+    request = loop.add([9, 8, 7], Sampling(8))
+    loop.step()
+
+    def complete(chunks, tokens):
+        raise KeyboardInterrupt("here")
+
+    monkeypatch.setattr(loop.scheduler, "complete", complete)
+    with pytest.raises(KeyboardInterrupt):
+        loop.run()
+    monkeypatch.undo()
+    for call in (loop.run, loop.step, loop.drain, lambda: loop.add([1]), lambda: loop.fork(request)):
+        with pytest.raises(RuntimeError, match=r"KeyboardInterrupt\('here'\).*expected a new Loop"):
+            call()
+
+
+def test_pages_held_elsewhere_are_named():
+    model = models.mla_model()
+    loop = make_loop(model, num_pages=4)
+    mine = loop.cache.open()
+    loop.cache.extend({mine: 17})
+    request = loop.add([9, 8, 7], Sampling(8))
+    for _ in range(2):
+        with pytest.raises(OutOfPagesError, match="1 requests wait .*: 3 of 4 pages are held"):
+            loop.run()
+    loop.cache.close(mine)
+    loop.run()
+    assert request.answer == alone(model, request.prompt, 8)
+
+
+def test_a_fork_hides_no_token_of_others():
+    loop = make_loop(models.mla_model())
+    first, reports, twin = loop.add([9, 8, 7], Sampling(5)), [], None
+    for given in loop.steps():
+        reports += given
+        if len(first.answer) == 3 and twin is None:
+            twin = loop.fork(first, Sampling(3))  # reads the fourth
+    assert (reports.count(first), reports.count(twin)) == (5, 3) and first.finished == "length"
