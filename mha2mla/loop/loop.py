@@ -128,7 +128,8 @@ class Loop:
         """Queues a prompt of token ids.
 
         Raises:
-            ValueError: it is empty, or longer with its answer than ``max_length``, or than all pages together.
+            ValueError: it is empty, has ids that are not the model's, or is longer with its answer than ``max_length``
+                or than all pages together.
             RuntimeError: an earlier error left the requests half changed.
         """
         request = self._request(prompt, sampling)
@@ -275,6 +276,9 @@ class Loop:
     def _request(self, prompt: Sequence[int], sampling: Sampling | None) -> Request:
         self._check()
         request = Request(prompt, sampling or Sampling())
+        vocabulary = self.runner.model.config.get_text_config().vocab_size
+        if max(request.prompt) >= vocabulary:
+            raise ValueError(f"prompt has token id {max(request.prompt)}; expected less than vocab_size={vocabulary}")
         most = len(request.prompt) + request.sampling.max_new_tokens
         if most > self.max_length:
             raise ValueError(

@@ -6,8 +6,10 @@ Integers only.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
+from operator import index
 from typing import Literal
 
 from mha2mla.modeling.pages import OutOfPagesError, PageAllocator
@@ -50,9 +52,18 @@ class Sampling:
             ("min_p", 0 <= self.min_p <= 1, "0 to 1"),
             ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "more than 0"),
             ("seed", 0 <= self.seed < 2**63, "0 to 2**63 - 1"),
+            ("stop_tokens", _are_integers(self.stop_tokens), "token ids, a tuple of integers"),
+            *(
+                (name, _are_integers([getattr(self, name)]), "an integer")
+                for name in ("max_new_tokens", "top_k", "seed")
+            ),
         ):
             if not good:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected {expected}")
+
+
+def _are_integers(values: object) -> bool:
+    return isinstance(values, Collection) and all(isinstance(value, Integral) for value in values)
 
 
 @dataclass(eq=False)
@@ -60,7 +71,7 @@ class Request:
     """A prompt and its answer; the scheduler's to change.
 
     Attributes:
-        prompt: token ids, one at least.
+        prompt: token ids, one at least; a tuple of integers, whatever was given.
         tokens: prompt and answer, as far as the host has read them.
         in_flight: tokens behind these that the device has been told to choose, not yet read.
         sequence: of the page allocator, while the request runs.
@@ -68,6 +79,9 @@ class Request:
         finished: "length" or "stop" once it is.
         shared_tokens: of the prompt, found in the cache when it was first admitted.
         preemptions: how often its pages were taken away.
+
+    Raises:
+        ValueError: ``prompt`` is empty, or has something else than integers of 0 or more.
     """
 
     prompt: Sequence[int]
@@ -81,9 +95,14 @@ class Request:
     preemptions: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self.prompt = tuple(self.prompt)
+        try:
+            self.prompt = tuple(map(index, self.prompt))
+        except TypeError as error:
+            raise ValueError(f"prompt is {self.prompt!r:.80}; expected token ids, a sequence of integers") from error
         if not self.prompt:
             raise ValueError("prompt is empty; expected one token at least")
+        if min(self.prompt) < 0:
+            raise ValueError(f"prompt has token id {min(self.prompt)}; expected 0 or more")
         self.tokens = list(self.prompt)
 
     @property

@@ -89,6 +89,9 @@ def test_what_is_refused():
     loop = make_loop(model)
     with pytest.raises(ValueError, match="up to 97 tokens; expected at most max_length=96"):
         loop.add([1] * 90, Sampling(7))
+    with pytest.raises(ValueError, match="prompt has token id 96; expected less than vocab_size=96"):
+        loop.add([5, 96])
+    assert loop.add(torch.tensor([5, 95]), Sampling(7)).prompt == (5, 95)
     with pytest.raises(ValueError, match="attn_implementation 'sdpa'; expected 'mha2mla'"):
         make_loop(models.source_model("llama"))
 

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+import torch
 
 from mha2mla.loop import Request, Sampling, Scheduler
 from mha2mla.modeling.pages import PageAllocator
@@ -171,7 +172,14 @@ def test_what_is_refused():
         scheduler.add(Request([1] * 10, Sampling(8)))
     with pytest.raises(ValueError, match="prompt is empty"):
         Request([])
-    for keys in ({"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"min_p": 2.0}, {"seed": -1}):
+    with pytest.raises(ValueError, match="prompt has token id -1; expected 0 or more"):
+        Request([5, -1])
+    for prompt in ([5.0], "text", 5, [[5, 6]], torch.tensor([[5, 6]])):
+        with pytest.raises(ValueError, match="prompt is .*; expected token ids"):
+            Request(prompt)
+    wrong = ({"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"min_p": 2.0}, {"seed": -1})
+    wrong += ({"stop_tokens": 4}, {"stop_tokens": "text"}, {"stop_tokens": (4.0,)}, {"seed": 0.5}, {"top_k": 2.0})
+    for keys in wrong:
         with pytest.raises(ValueError, match=f"{next(iter(keys))} is "):
             Sampling(**keys)
 
