@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH, compile_ahead
 from mha2mla.modeling.cache import LatentCache
@@ -102,8 +102,6 @@ def explain_capture(model: PreTrainedModel, device_type: str) -> str | None:
     would leave out, or what they compute can change unseen."""
     parameters, below = list(model.parameters()), [module for module in model.modules() if module is not model]
     quantizer = getattr(model, "hf_quantizer", None)
-    rope = getattr(model.model.config, "rope_parameters", None) or {}  # or by type of layer
-    rope_types = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
     reasons = {
         "the model is in training mode": model.training,
         f"weights are not on one {device_type} device": {each.device for each in parameters} != {parameters[0].device}
@@ -117,9 +115,16 @@ def explain_capture(model: PreTrainedModel, device_type: str) -> str | None:
             hasattr(type(module), "adapter_layer_names") for module in below
         ),
         "modules have hooks": _has_hooks(below),
-        "RoPE looks at positions on the host": not rope_types.isdisjoint(HOST_ROPE),
+        "RoPE looks at positions on the host": has_host_rope(model.model.config),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def has_host_rope(config: PreTrainedConfig) -> bool:
+    """True if the source's tables of RoPE depend on the largest position of a step."""
+    rope = getattr(config, "rope_parameters", None) or {}  # or by type of layer
+    rope_types = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
+    return not rope_types.isdisjoint(HOST_ROPE)
 
 
 def _has_hooks(modules: Sequence[nn.Module]) -> bool:

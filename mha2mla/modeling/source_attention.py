@@ -34,6 +34,7 @@ from mha2mla.kernels import (
 from mha2mla.modeling.attention import refuse_gradients
 from mha2mla.modeling.batch import SequenceBatch
 from mha2mla.modeling.cache import are_side_by_side, visible_tokens
+from mha2mla.modeling.captured import has_host_rope
 from mha2mla.modeling.decoder import FusedDecoder, run_source_model
 from mha2mla.modeling.model import MHA2MLAForCausalLM
 from mha2mla.modeling.modeling_mha2mla import host_may_look
@@ -324,7 +325,8 @@ class PagedSource(BatchModel):
         constants: per layer, what its attention is told.
 
     Raises:
-        ValueError: another attention implementation; layers that are not the family's ordinary attention.
+        ValueError: another attention implementation; layers that are not the family's ordinary attention; RoPE whose
+            table depends on a sequence's length (longrope, dynamic NTK).
     """
 
     def __init__(self, model: PreTrainedModel, attention_backend: str | None = None) -> None:
@@ -336,6 +338,11 @@ class PagedSource(BatchModel):
         layers = getattr(model.get_decoder(), "layers", ())
         if not layers or not all(hasattr(layer, "self_attn") for layer in layers):
             raise ValueError(f"model is a {type(model).__name__}; expected one whose layers all have a self_attn")
+        if has_host_rope(model.get_decoder().config):
+            raise ValueError(
+                "model has rope_type 'longrope' or 'dynamic': transformers takes one table for all sequences of a"
+                " step, by the longest; expected a converted model, or generate() of transformers"
+            )
         self.model, self.config, self._backend_name = model, model.config, attention_backend
         self._decoder: FusedDecoder | None = None
         self.constants = tuple(_constants(layer.self_attn, index) for index, layer in enumerate(layers))

@@ -247,3 +247,11 @@ def test_two_models_answer_one_after_another(tiny_converted, tiny_source, capsys
     for folder in (tiny_converted, tiny_source):
         assert out.count(f"{folder}:") == 2 and expected(folder, "Light", 4) in out
     assert out.count("bytes cached]") == 4
+
+
+def test_a_source_with_tables_by_length_is_refused(tmp_path, tiny_converted, capsys):
+    family, keys = tiny.CASES["llama-longrope"]
+    folder = tiny.checkpoint(tmp_path / "source", family, **keys)
+    for command in (("generate", folder, "--prompt", "a"), ("chat", tiny_converted, "--beside", folder)):
+        assert run(*command, "--max-length", 100, "--device", "cpu") == 2
+        assert "rope_type 'longrope' or 'dynamic'" in capsys.readouterr().err

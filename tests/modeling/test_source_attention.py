@@ -186,6 +186,15 @@ def test_a_paged_source_names_what_it_needs():
     assert paged_model(converted) is converted
 
 
+@pytest.mark.parametrize("case", ["llama-longrope", "phi3-longrope", "dynamic"])
+def test_tables_by_length_are_refused_in_batches(case):
+    dynamic = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
+    family, keys = tiny.CASES.get(case, ("llama", dynamic))
+    model = AutoModelForCausalLM.from_config(tiny.config(family, **keys), attn_implementation="mha2mla")
+    with pytest.raises(ValueError, match="'longrope' or 'dynamic'.*one table for all sequences"):
+        PagedSource(model.eval())
+
+
 @pytest.mark.parametrize("scaling", [None, 0.2])
 def test_window_attention_is_causal_sdpa(scaling):
     query, key = (torch.randn(2, 3, 20, 16, dtype=torch.float64).requires_grad_() for _ in range(2))
