@@ -58,6 +58,23 @@ class LatentGenerationMixin(GenerationMixin):
         """Why ``generate`` would run its decode steps uncaptured, or None; layers that no kernel serves stay so too."""
         return explain_capture(self, self.graph_store.new_recorder.device_type) or self.graph_store.failure
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' continuous batching, and so its ``generate_batch``, over expanded keys and values.
+
+        Raises:
+            ValueError: a layer's expanded keys are not shaped as the source's, for which transformers makes its pages.
+        """
+        expected = (self.config.num_key_value_heads, self.config.head_dim)
+        for index, layer in enumerate(self.model.layers):
+            geometry = layer.self_attn.geometry
+            shape = (layer.self_attn.num_expanded_heads, geometry.qk_nope_head_dim + geometry.qk_rope_head_dim)
+            if shape != expected:
+                raise ValueError(
+                    f"layer {index} expands to {shape[0]} key heads of {shape[1]}; expected {expected[0]} of"
+                    f" {expected[1]} for transformers' continuous batching: use mha2mla.loop.Loop"
+                )
+        return super().init_continuous_batching(*args, **kwargs)
+
     def _prepare_generation_config(
         self,
         generation_config: GenerationConfig | None,

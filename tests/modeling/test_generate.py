@@ -133,3 +133,11 @@ def test_embeddings_as_prompt(case):
     expected = model.generate(ids, max_new_tokens=5, do_sample=False)[:, 8:]
     embeddings = model.get_input_embeddings()(ids)
     assert torch.equal(model.generate(inputs_embeds=embeddings, max_new_tokens=5, do_sample=False), expected)
+
+
+@pytest.mark.parametrize(("case", "shape"), [("latent", "2 key heads of 14"), ("odd groups", "6 key heads of 8")])
+def test_continuous_batching_of_other_widths_is_refused(case, shape):
+    model = models.mla_model(case)
+    with pytest.raises(ValueError, match=f"layer 0 expands to {shape}; expected 2 of 8 .*: use mha2mla.loop.Loop"):
+        model.generate_batch([[5, 6, 7]])
+    models.mla_model("per-group").init_continuous_batching()
