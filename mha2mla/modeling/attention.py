@@ -111,9 +111,14 @@ class MLAAttention(modeling_mha2mla.MLAAttention):
         return cached + (latent - latent.detach()) if was_empty and torch.is_grad_enabled() else cached
 
     @property
-    def _centers(self) -> Tensor | None:
+    def _centers(self) -> Tensor:
         """[2, d_c] of a checkpoint of codes."""
-        return getattr(self, "latent_centers", None)
+        if (centers := getattr(self, "latent_centers", None)) is None:
+            raise ValueError(
+                f"latents are codes in layer {self.layer_idx} of a model that was loaded with latent_bits=16, without"
+                " the centers of codes; expected it loaded with latent_bits below 16"
+            )
+        return centers
 
     def _read_latent(self, latent: Tensor, cache: Cache | None) -> Tensor:
         """Latents as codes of ``config.latent_bits`` give them back; a LatentCache quantises by itself."""

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.loop import Loop, Sampling
@@ -187,3 +187,15 @@ def test_steps_call_the_kernel_over_codes(kept):
             backend.attend(tensors, cache, batch, plan, constants)
     name = "mla_decode_codes" if kept else "mla_decode_latent_codes"
     assert f"{name}_out" in calls and "read_codes" not in calls
+
+
+@torch.no_grad()
+def test_codes_need_the_centers_of_their_checkpoint(tmp_path):
+    coded_model().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, latent_bits=16)
+    model.config.latent_bits = 4
+    for keys in ({"use_cache": False}, {"past_key_values": DynamicCache(config=model.model.config)}, {}):
+        with pytest.raises(ValueError, match="loaded with latent_bits=16, without the centers of codes"):
+            model(models.tokens(1, 9), **keys)
+    with pytest.raises(ValueError, match="loaded with latent_bits=16, without the centers of codes"):
+        models.batch_logits(model, cache := model.paged_cache(2, 16), {cache.open(): models.tokens(1, 9)[0]})
