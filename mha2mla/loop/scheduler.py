@@ -21,7 +21,7 @@ class Sampling:
 
     Args:
         max_new_tokens: most tokens of the answer.
-        temperature: softmax temperature; 0: the likeliest token (greedy).
+        temperature: softmax temperature, 1e-6 at least; 0: the likeliest token (greedy).
         top_k: sample from this many likeliest tokens; 0: from all.
         top_p: sample from the likeliest that together have this probability (nucleus, arXiv 1904.09751).
         min_p: leave out tokens with less than this share of the likeliest one's probability (arXiv 2407.01082).
@@ -46,7 +46,7 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, good, expected in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("temperature", 0 <= self.temperature < float("inf"), "0 or more"),
+            ("temperature", self.temperature == 0 or 1e-6 <= self.temperature < float("inf"), "0, or 1e-6 or more"),
             ("top_k", self.top_k >= 0, "0 or more"),
             ("top_p", 0 < self.top_p <= 1, "more than 0, at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "0 to 1"),

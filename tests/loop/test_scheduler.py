@@ -178,7 +178,14 @@ def test_what_is_refused():
         with pytest.raises(ValueError, match="prompt is .*; expected token ids"):
             Request(prompt)
     wrong = ({"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"min_p": 2.0}, {"seed": -1})
-    wrong += ({"stop_tokens": 4}, {"stop_tokens": "text"}, {"stop_tokens": (4.0,)}, {"seed": 0.5}, {"top_k": 2.0})
+    wrong += (
+        {"stop_tokens": 4},
+        {"stop_tokens": "text"},
+        {"stop_tokens": (4.0,)},
+        {"seed": 0.5},
+        {"top_k": 2.0},
+        {"temperature": 1e-50},
+    )
     for keys in wrong:
         with pytest.raises(ValueError, match=f"{next(iter(keys))} is "):
             Sampling(**keys)
