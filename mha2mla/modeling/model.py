@@ -201,15 +201,14 @@ class LengthWatch:
     """Warns of the first sequence beyond ``config.calibrated_length``. Says nothing while a graph is traced."""
 
     def __init__(self, config: MHA2MLAConfig) -> None:
-        self._config = config
-        self._limit = config.calibrated_length  # None: there is none, or the warning was given
+        self._config, self._has_warned = config, False
 
     def see(self, cache: Cache | None, tokens: Tensor) -> None:
         """Checks a step that brings ``tokens`` [B, S, ...] to what ``cache`` holds.
 
         Only the device knows the tokens of a static cache, so its capacity counts.
         """
-        if self._limit is None or torch.compiler.is_compiling():
+        if not self._looks():
             return
         length = tokens.shape[1]
         if isinstance(cache, LatentCache) and cache.layers[0].max_cache_len is not None:
@@ -220,12 +219,15 @@ class LengthWatch:
 
     def see_batch(self, lengths: Tensor) -> None:
         """Checks a ragged step whose sequences have ``lengths`` [B], on the CPU."""
-        if self._limit is not None and not torch.compiler.is_compiling() and lengths.numel():
+        if self._looks() and lengths.numel():
             self._compare(int(lengths.max()))
 
+    def _looks(self) -> bool:
+        return not (self._has_warned or self._config.calibrated_length is None or torch.compiler.is_compiling())
+
     def _compare(self, length: int) -> None:
-        if length > (limit := self._limit):
-            self._limit = None
+        if length > (limit := self._config.calibrated_length):
+            self._has_warned = True
             warnings.warn(
                 f"a sequence of {length} tokens: this checkpoint was calibrated on at most {limit}"
                 f" (config.calibrated_length). {_BEYOND[self._config.rope_from_latent]}",

@@ -83,6 +83,14 @@ def test_no_warning_without_calibrated_length():
     assert said(batch_of(model, model.paged_cache(num_pages=16, page_size=16), [60])) == []
 
 
+def test_the_limit_is_that_of_the_config_now():
+    model = models.mla_model(calibrated_length=LIMIT)
+    model.config.calibrated_length = None
+    assert said(lambda: model(models.tokens(1, LIMIT + 1))) == []
+    model.config.calibrated_length = LIMIT + 1
+    assert len(said(lambda: model(models.tokens(1, LIMIT + 2)))) == 1
+
+
 def test_a_compiled_step_stays_one_graph(fresh_dynamo):
     model = models.mla_model(calibrated_length=LIMIT)
     step = torch.compile(model, backend="eager", fullgraph=True)
