@@ -133,7 +133,7 @@ class Conversation:
         self._messages = []
 
     def say(self, text: str) -> Iterator[str]:
-        """The answer to ``text``, in pieces as they come.
+        """The answer to ``text``, in pieces as they come; it ends, and is forgotten, where no more are taken.
 
         Raises:
             ValueError: the conversation is longer than the loop takes.
@@ -145,14 +145,20 @@ class Conversation:
             prompt = self._tokenizer("".join(message["content"] for message in messages)).input_ids
         began, first, shown = time.perf_counter(), None, ""
         request = self._loop.add(prompt, self._sampling)
-        for given in self._loop.steps():
-            if not given:
-                continue
-            first = first or time.perf_counter() - began
-            whole = self._tokenizer.decode(request.answer, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            if request.finished or not whole.endswith("\N{REPLACEMENT CHARACTER}"):  # half a letter, so far
-                yield whole[len(shown) :]
-                shown = whole
+        try:
+            for given in self._loop.steps():
+                if request not in given:
+                    continue
+                first = first or time.perf_counter() - began
+                whole = self._tokenizer.decode(
+                    request.answer, skip_special_tokens=True, clean_up_tokenization_spaces=False
+                )
+                # Else the last character may be half of one, so far.
+                if request.finished or not whole.endswith("\N{REPLACEMENT CHARACTER}"):
+                    yield whole[len(shown) :]
+                    shown = whole
+        finally:
+            self._loop.scheduler.cancel(request)  # where the caller took no more pieces, or an error came
         seconds = time.perf_counter() - began
         cached = round(len(request.tokens) * self._loop.cache_bytes_per_token)
         self.last = Turn(len(request.answer), first or seconds, seconds, cached)

@@ -76,7 +76,7 @@ class Request:
         in_flight: tokens behind these that the device has been told to choose, not yet read.
         sequence: of the page allocator, while the request runs.
         slot: where the device keeps its last token, while it runs.
-        finished: "length" or "stop" once it is.
+        finished: "length" or "stop" once it is, "cancelled" by :meth:`Scheduler.cancel`.
         shared_tokens: of the prompt, found in the cache when it was first admitted.
         preemptions: how often its pages were taken away.
 
@@ -90,7 +90,7 @@ class Request:
     in_flight: int = field(default=0, init=False)
     sequence: int | None = field(default=None, init=False)
     slot: int | None = field(default=None, init=False)
-    finished: Literal["length", "stop"] | None = field(default=None, init=False)
+    finished: Literal["length", "stop", "cancelled"] | None = field(default=None, init=False)
     shared_tokens: int = field(default=0, init=False)
     preemptions: int = field(default=0, init=False)
 
@@ -284,11 +284,20 @@ class Scheduler:
                 request.receive(token)
         for request in given:
             if request.finished is not None:
-                if request in self.running:
-                    self._end(request)
-                else:
-                    self.waiting.remove(request)
+                self._leave(request)
         return given
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request of this scheduler with the tokens that it has; one that is finished stays as it is."""
+        if request.finished is None:
+            request.finished = "cancelled"
+            self._leave(request)
+
+    def _leave(self, request: Request) -> None:
+        if request in self.running:
+            self._end(request)
+        else:
+            self.waiting.remove(request)
 
     def _missing(self, request: Request) -> int:
         """Tokens that are to be cached before the next one can be chosen."""

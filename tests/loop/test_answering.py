@@ -239,6 +239,22 @@ def test_a_conversation_goes_on_over_what_it_cached(tiny_converted, template):
     assert talk.last.cache_bytes == len(alone.tokens) * model.config.cache_bytes_per_token(4)
 
 
+def test_an_abandoned_answer_leaves_the_next_one_alone(tiny_converted):
+    model, tokenizer = mha2mla.load(tiny_converted, device="cpu")
+    answers, steps = [], []
+    for begins in (False, True):
+        talk = Conversation(model, tokenizer, Sampling(9), max_length=300, page_size=8)
+        if begins:
+            pieces = talk.say("Keys and values are cached")
+            next(pieces)
+            pieces.close()
+        before = talk._loop.progress.steps
+        answers.append("".join(talk.say("Light")))
+        steps.append(talk._loop.progress.steps - before)
+        assert talk.last.new_tokens == 9
+    assert answers[0] == answers[1] and steps[0] == steps[1]
+
+
 def test_two_models_answer_one_after_another(tiny_converted, tiny_source, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("Keys\n/new\nLight\n"))
     options = ("--max-new-tokens", 4, "--max-length", 100, "--device", "cpu")

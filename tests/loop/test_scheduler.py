@@ -197,3 +197,20 @@ def test_ended_sequences_are_evicted_before_preemption():
     request = Request([4] * 3, Sampling(30))
     run(device, request)
     assert request.preemptions == 0 and request.answer == alone(request.prompt, request.sampling)
+
+
+def test_a_cancelled_request_ends_and_others_go_on():
+    device = Device(num_pages=30, max_sequences=2, max_tokens=64)
+    requests = [Request([3 + number] * 7, Sampling(9)) for number in range(4)]
+    for request in requests:
+        device.scheduler.add(request)
+    for _ in range(3):
+        device.step()
+    for request in (requests[0], requests[3]):  # with a token in flight, and waiting
+        device.scheduler.cancel(request)
+    run(device)
+    device.scheduler.cancel(requests[1])
+    assert [request.finished for request in requests] == ["cancelled", "length", "length", "cancelled"]
+    assert [len(request.answer) for request in requests] == [2, 9, 9, 0]
+    for request in requests:
+        assert request.answer == alone(request.prompt, request.sampling)[: len(request.answer)]
