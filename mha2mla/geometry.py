@@ -109,6 +109,14 @@ class MLAGeometry:
         """The same of keys in 8 bits."""
         return replace(self, rope_from_latent=False, key_bits=8)
 
+    def is_cached_as(self, other: MLAGeometry) -> bool:
+        """True if ``other`` is this layer over a cache: of any bits, with rotary keys that it could compute or not."""
+        if not self.rope_from_latent and (other.rope_from_latent or other.has_key_codes):
+            return False
+        of_caches = ("latent_bits", "key_bits", "rope_from_latent")
+        names = (field.name for field in fields(self) if field.name not in of_caches)
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
     @property
     def rope_width(self) -> int:
         """Rotary elements cached per token: G * d_r; 0 without a rotary cache."""

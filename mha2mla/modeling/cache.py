@@ -212,6 +212,26 @@ class LatentCache(Cache):
             self.padding_is_left = padding_is_left
             raise
 
+    def check_model(self, decoder_layers: Sequence[nn.Module], config: MHA2MLAConfig) -> None:
+        """Compares the cache with a model's layers and config, but for bits, kept rotary keys, window and sinks.
+
+        Raises:
+            ValueError: the cache was made by another model's config.
+        """
+        own = [
+            (layer.self_attn.geometry, config.softmax_scale, config.layer_rope_scaling(index))
+            for index, layer in enumerate(decoder_layers)
+        ]
+        made = [(each.geometry, each.softmax_scale, each.attention_scaling) for each in self.constants]
+        if len(made) != len(own):
+            raise ValueError(f"past_key_values has {len(made)} layers; expected {len(own)}, as the model")
+        for index, (mine, other) in enumerate(zip(own, made, strict=True)):
+            if mine[1:] != other[1:] or not mine[0].is_cached_as(other[0]):
+                raise ValueError(
+                    "past_key_values was made by another model's config: geometry, softmax_scale and attention_scaling"
+                    f" of layer {index} are {', '.join(map(str, other))}; expected {', '.join(map(str, mine))}"
+                )
+
     def serve_by(self, name: str | None) -> None:
         """Serves cached and new tokens by the backend called ``name`` (``config.attention_backend``).
 

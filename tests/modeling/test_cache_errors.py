@@ -132,3 +132,29 @@ class TestGradients:
         logits = model(inputs_embeds=embeddings[:, 5:].requires_grad_(), past_key_values=cache).logits
         with pytest.raises(ValueError, match="past_key_values was a LatentCache"):
             logits.sum().backward()
+
+
+@torch.no_grad()
+def test_a_cache_of_another_models_config_is_refused():
+    layouts = {case: models.mla_model(case) for case in ("latent", "per-group")}
+    scaled = models.mla_config("per-group", softmax_scale=0.9)
+    for case, config in (
+        ("latent", layouts["per-group"].config),
+        ("per-group", layouts["latent"].config),
+        ("per-group", scaled),
+        ("per-group", models.mla_config("per-group", num_hidden_layers=1)),
+    ):
+        cache = LatentCache(config)
+        with pytest.raises(ValueError, match="past_key_values (was made by another model's config|has 1 layers)"):
+            layouts[case](models.tokens(1, 5), past_key_values=cache)
+        assert cache.is_empty
+    cache = LatentCache(layouts["latent"].config.with_options(rotary_key_cache="bfloat16", attention_window=20))
+    layouts["latent"](models.tokens(1, 5), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_only_an_empty_cache_is_compared_with_the_model(monkeypatch):
+    model, calls, check = models.mla_model(), [], LatentCache.check_model
+    monkeypatch.setattr(LatentCache, "check_model", lambda *given: calls.append(check(*given)))
+    model.generate(models.tokens(1, 5), max_new_tokens=6, do_sample=False)
+    assert len(calls) == 1
