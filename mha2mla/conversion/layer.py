@@ -20,6 +20,8 @@ from mha2mla.conversion.latent.rules import LatentFactors, LatentProblem, LowRan
 from mha2mla.conversion.rope import RopeRule, RotaryBasis, rotary_basis
 from mha2mla.geometry import MLAGeometry
 
+ROUNDING = 1e-10  # share of a source's keys below which un-rotated ones are zero, in float64
+
 
 @dataclass(frozen=True)
 class LayerRules:
@@ -131,7 +133,11 @@ def finish_layer(
 
 def un_rotated_keys(spec: SourceSpec, weights: AttentionWeights, basis: RotaryBasis) -> torch.Tensor:
     """[h_kv, d_n, E]: un-rotated keys as linear functions of the encoder's input u, without their bias."""
-    return _of_inputs(spec, weights, basis.key_nope)
+    keys = _of_inputs(spec, weights, basis.key_nope)
+    source = basis.key_nope.norm() if spec.qk_norm else weights.k_weight.norm()
+    return torch.where(
+        keys.norm() > ROUNDING * source, keys, 0.0
+    )  # else rotary keys hold all: what is left is rounding
 
 
 def rotary_keys(spec: SourceSpec, weights: AttentionWeights, basis: RotaryBasis) -> tuple[torch.Tensor, torch.Tensor]:

@@ -135,7 +135,7 @@ class LatentCache(Cache):
             raise ValueError(f"page_size is {page_size}; expected a power of two >= 16")
         if max_cache_len is not None and max_cache_len < 1:
             raise ValueError(f"max_cache_len is {max_cache_len}; expected None or a positive number of tokens")
-        self.page_size = page_size
+        self.page_size, self.made_by = page_size, config
         self.padding_is_left, self.hides_nothing = True, False
         self.captured: Any = None
         self.planner, self.planned_for = StepPlanner(), None

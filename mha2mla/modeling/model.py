@@ -390,7 +390,12 @@ class MHA2MLAForCausalLM(
         latent = past_key_values if isinstance(past_key_values, LatentCache) else None
         if latent is not None and position_ids is None:
             position_ids = latent.next_positions(query_length, tokens.device)
-        if latent is not None and latent.is_empty and not is_recorded(tokens.device):
+        if (
+            latent is not None
+            and latent.made_by is not self.config
+            and latent.is_empty
+            and not is_recorded(tokens.device)
+        ):
             latent.check_model(self.model.layers, self.config)
         no_history = torch.is_grad_enabled() and self._refuses_gradients(latent, inputs_embeds)
         with torch.no_grad() if no_history else nullcontext():

@@ -229,11 +229,10 @@ def merge_keys(
 
 def _calibration(arguments: Arguments, recipe: Recipe, spec: SourceSpec) -> str | CalibrationSource | Windows | None:
     """The text of the recipe's statistics, where there are any; refuses a target that does not fit the source."""
-    geometry = recipe.geometry(spec)
-    if not recipe.searches_layer_ranks:
-        recipe.geometries(spec)
-        if not recipe.needs_calibration(geometry):
-            return None
+    if recipe.searches_layer_ranks:
+        recipe.geometry(spec)
+    elif not any(map(recipe.needs_calibration, recipe.geometries(spec))):
+        return None
     text = recipe.calibration_text if arguments.calibration is None else arguments.calibration
     if isinstance(text, str):
         with named_in_errors("calibration", text):

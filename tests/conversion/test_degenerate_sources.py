@@ -24,6 +24,7 @@ from tests.conversion import tiny
 from tests.conversion.one_layer import Layer
 from tests.conversion.tiny import Recipe
 from tests.few import each
+from tests.folders import edit_weights
 
 PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -297,3 +298,21 @@ def attention_output(model, layer, inputs) -> torch.Tensor:
     arguments["position_embeddings"] = tuple(table.to(inputs.dtype) for table in arguments["position_embeddings"])
     layer = copy.deepcopy(layer).to(inputs.dtype)
     return layer.self_attn(layer.input_layernorm(inputs), **arguments)[0].double()
+
+
+def test_a_layer_whose_output_nothing_reads_gets_codes(tmp_path):
+    source = tiny.checkpoint(tmp_path / "source", "olmo2")
+    edit_weights(source, {"model.layers.1.post_attention_layernorm.weight": torch.zeros_like})
+    recipe = {**tiny.SHORT, "cache_ratio": 0.5, "latent.bits": 4}
+    assert tiny.convert(source, tmp_path / "out", recipe).parity.perplexity_ratio < 2
+
+
+@pytest.mark.parametrize("queries", [True, False])
+def test_equal_heads_that_fit_are_kept_whole(queries, tmp_path):
+    """What rotary keys hold leaves keys of nothing but rounding, which get no rank and no queries."""
+    source = tiny.checkpoint(tmp_path / "source", num_key_value_heads=4, num_attention_heads=8)
+    names = (f"model.layers.{layer}.self_attn.{part}_proj.weight" for layer in (0, 1) for part in "kv")
+    edit_weights(source, dict.fromkeys(names, lambda weight: weight[: len(weight) // 4].repeat(4, 1)))
+    widths = {"layout": "shared", "cache_ratio": None, "kv_lora_rank": 16, "qk_rope_head_dim": 16}
+    report = tiny.convert(source, tmp_path / "out", {**tiny.SHORT, **widths, "fit.queries": queries})
+    assert report.parity.kl < 1e-6

@@ -1,5 +1,7 @@
 """Errors in the middle of what a LatentCache does in all of its layers: the cases that random ones meet seldom."""
 
+import copy
+
 import pytest
 import torch
 
@@ -153,8 +155,9 @@ def test_a_cache_of_another_models_config_is_refused():
 
 
 @torch.no_grad()
-def test_only_an_empty_cache_is_compared_with_the_model(monkeypatch):
+def test_only_an_empty_cache_of_another_config_is_compared_with_the_model(monkeypatch):
     model, calls, check = models.mla_model(), [], LatentCache.check_model
     monkeypatch.setattr(LatentCache, "check_model", lambda *given: calls.append(check(*given)))
-    model.generate(models.tokens(1, 5), max_new_tokens=6, do_sample=False)
-    assert len(calls) == 1
+    for config, times in ((model.config, 0), (copy.deepcopy(model.config), 1)):
+        model.generate(models.tokens(1, 5), max_new_tokens=6, do_sample=False, past_key_values=LatentCache(config))
+        assert len(calls) == times

@@ -372,7 +372,6 @@ def end_tokens(model: torch.nn.Module) -> list[int]:
 
 def start_tokens(tokenizer: Any) -> list[int]:
     """The special tokens that ``tokenizer`` puts before a text (``[bos]`` for Llama, none for Qwen and SmolLM)."""
-    bos = getattr(tokenizer, "bos_token_id", None)
-    first = tokenizer("a")["input_ids"][:1]
-    plain = tokenizer("a", add_special_tokens=False)["input_ids"][:1]
-    return [bos] if bos is not None and first == [bos] and plain != [bos] else []
+    whole, plain = tokenizer("a")["input_ids"], plain_tokens(tokenizer, "a")
+    places = (i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+    return whole[: next(places, 0)]

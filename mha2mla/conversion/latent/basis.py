@@ -178,7 +178,9 @@ def _rotated_root(shape: Tensor, power: float, seed: int) -> Tensor:
 
 
 def _ridged(matrix: Tensor) -> Tensor:
-    return matrix + RIDGE * matrix.diagonal().mean() * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+    mean = matrix.diagonal().mean()
+    mean = torch.where(mean > 0, mean, 1.0)  # of a layer whose output nothing reads
+    return matrix + RIDGE * mean * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
 
 
 def _geometric_mean(importance: Tensor, covariance: Tensor) -> Tensor:

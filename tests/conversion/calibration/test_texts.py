@@ -91,6 +91,16 @@ def test_windows_tile_the_text_behind_a_start_token():
     assert torch.equal(token_windows(tokenizer, text, 11, 2), windows[:2])
 
 
+@pytest.mark.parametrize("start", [[], [0], [0, 1]])
+@pytest.mark.parametrize("end", [[], [2]])
+def test_start_tokens_are_all_before_a_text(start, end):
+    def tokenizer(text, add_special_tokens=True, verbose=True):
+        plain = [ord(letter) for letter in text]
+        return {"input_ids": [*start, *plain, *end] if add_special_tokens else plain}
+
+    assert start_tokens(tokenizer) == start
+
+
 def test_token_windows_seed_reproduces_in_order():
     tokenizer = tiny.tokenizer()
     text = load_text("builtin:prose")

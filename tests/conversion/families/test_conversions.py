@@ -179,3 +179,8 @@ def test_full_rank_reproduces_the_source_on_a_gpu(case, checkpoint_of, tmp_path)
     with torch.inference_mode():
         converted, source = (model(tokens.cuda()).logits for model in models)
     assert relative(converted, source) <= 1e-4
+
+
+def test_lower_ranks_beside_a_ratio_of_one_are_calibrated(checkpoint_of, tmp_path):
+    recipe = tiny.Recipe(**FULL | {"latent.ranks": [16, 64]})
+    assert convert(checkpoint_of("llama"), tmp_path / "out", recipe).parity.logits_relative_error > 0
