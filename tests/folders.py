@@ -60,3 +60,11 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 def listing(folder: Path) -> list[str]:
     """Names in a folder, sorted."""
     return sorted(path.name for path in folder.iterdir())
+
+
+def interrupted_layer(destination: Path) -> Path:
+    """A finished layer as an interrupted ``convert`` to ``destination`` leaves it."""
+    path = destination.parent / f".{destination.name}.mha2mla-tmp" / "work" / "layer-00000.safetensors"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    return path

@@ -114,7 +114,11 @@ def _sibling(final: Path, what: str) -> Path:
 
 @contextmanager
 def temporary_folder(
-    destination: Path, *, overwrite: bool, worth_keeping: Callable[[Path], bool] = lambda work: False
+    destination: Path,
+    *,
+    overwrite: bool,
+    worth_keeping: Callable[[Path], bool] = lambda work: False,
+    discard: bool = False,
 ) -> Iterator[Path]:
     """A folder beside ``destination`` that takes its name when the block ends without an exception.
 
@@ -126,9 +130,11 @@ def temporary_folder(
     run, after whatever ended this one, a kill or an exception: all else that an unfinished run wrote is removed.
 
     Args:
-        worth_keeping: whether what an exception leaves of ``work`` is of use to another run.
+        worth_keeping: whether what an exception or a kill leaves of ``work`` is of use to another run of this command.
+        discard: files in ``work`` that are of no use to this command are removed; otherwise they are refused.
 
     Raises:
+        ResumeError: an interrupted run of another command left files in ``work``.
         DestinationError: another process is writing the same destination, which cannot be written or may not be
             replaced.
     """
@@ -138,7 +144,7 @@ def temporary_folder(
         with _named(destination):
             final.parent.mkdir(parents=True, exist_ok=True)
         with _lock(_sibling(final, "lock"), destination):
-            yield from _worked_on(final, destination, overwrite, worth_keeping)
+            yield from _worked_on(final, destination, overwrite, worth_keeping, discard)
     finally:
         for folder in made:  # innermost first; a folder that is not empty is of use
             try:
@@ -148,7 +154,7 @@ def temporary_folder(
 
 
 def _worked_on(
-    final: Path, destination: Path, overwrite: bool, worth_keeping: Callable[[Path], bool]
+    final: Path, destination: Path, overwrite: bool, worth_keeping: Callable[[Path], bool], discard: bool
 ) -> Iterator[Path]:
     temporary, old, done = (_sibling(final, what) for what in ("tmp", "old", "done"))
     work = temporary / WORK_FOLDER
@@ -164,6 +170,15 @@ def _worked_on(
             remove(temporary)  # a planted link is not followed
         temporary.mkdir(exist_ok=True)
         _clear(temporary)
+    if not discard and not worth_keeping(work):
+        # JSON is what the files belong to; a hidden file was cut off.
+        theirs = [path for path in work.rglob("[!.]*") if path.is_file() and path.suffix != ".json"]
+        if theirs:
+            raise ResumeError(
+                f"{work} holds {len(theirs)} files such as {min(theirs).relative_to(work)}, which another interrupted"
+                " command with this destination left: repeat that command, discard them with its resume='never'"
+                " (--resume never), or take another destination"
+            )
     try:
         yield temporary
         for path in (*temporary.rglob("*"), temporary):
@@ -227,6 +242,10 @@ def _lock(path: Path, destination: Path) -> Iterator[None]:
 
 class DestinationError(ValueError):
     """The destination cannot be written; the message says why."""
+
+
+class ResumeError(ValueError):
+    """An interrupted run's files belong to another conversion or command; the message says which."""
 
 
 def is_folder(path: Path) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mha2mla.conversion.destination import DestinationError, remove, save_tensors
+from mha2mla.conversion.destination import DestinationError, ResumeError, remove, save_tensors
 from mha2mla.environment import cache_folder
 from mha2mla.files import atomic_write
 from mha2mla.modeling.stored_tensors import is_finite
@@ -28,10 +28,6 @@ _TEXT_CODE = (
     "data",
     "conversion/calibration/texts.py",
 )
-
-
-class ResumeError(ValueError):
-    """An interrupted conversion's files belong to another conversion; the message says what differs."""
 
 
 def tensor_hash(tensor: torch.Tensor) -> str:

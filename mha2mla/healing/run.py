@@ -143,7 +143,7 @@ def heal(
         ValueError: a bad setting, text, device or log, or a launcher's choice for FSDP, by name; the loss became NaN.
         CheckpointError: ``converted`` is no conversion of ``source``, or either is damaged.
         DestinationError: the destination cannot be written or may not be replaced.
-        ResumeError: an interrupted healing with other settings lies there.
+        ResumeError: an interrupted healing with other settings, or another interrupted command's files, lie there.
         ImportError: adapters are asked for and PEFT is not installed.
     """
     started = time.perf_counter()
@@ -168,7 +168,7 @@ def heal(
     final = Path(destination)
     processes = Processes(place)
     with ExitStack() as stack:
-        held = temporary_folder(final, overwrite=overwrite, worth_keeping=_has_work)
+        held = temporary_folder(final, overwrite=overwrite, worth_keeping=_has_work, discard=resume == "never")
         folder = processes.share(lambda: stack.enter_context(held))
         work, checkpoints = folder / WORK_FOLDER, folder / WORK_FOLDER / _CHECKPOINTS
         stack.enter_context(_leftovers_named(work, resume, show=progress and processes.is_main))

@@ -109,7 +109,7 @@ def change_layout(arguments: Arguments, folder: Path, started: float) -> Convers
     Raises:
         ValueError: the recipe asks for anything else, by name: what was lost once is not to be lost again.
         UnsupportedSourceError: nothing rotary is cached as it is.
-        CheckpointError, SourceChangedError, DestinationError, ParityError: as ``convert``.
+        CheckpointError, SourceChangedError, DestinationError, ResumeError, ParityError: as ``convert``.
     """
     _check_recipe(arguments)
     device = compute_device(arguments.device)
@@ -125,7 +125,9 @@ def change_layout(arguments: Arguments, folder: Path, started: float) -> Convers
     spec = adapter_for(origin.to_dict()).specify(origin, longrope_table=rope.get("longrope_table", "short"))
     length = min(EVALUATION_LENGTH, before.max_position_embeddings or EVALUATION_LENGTH, arguments.evaluation_tokens)
     held_out = [HeldOut.of(opened, arguments.evaluation, length, arguments.evaluation_tokens)]
-    with temporary_folder(Path(arguments.destination), overwrite=arguments.overwrite) as made:
+    with temporary_folder(
+        Path(arguments.destination), overwrite=arguments.overwrite, discard=arguments.resume == "never"
+    ) as made:
         opened.check_weights(progress=arguments.progress)
         weights, others = opened.identity()
         files = {**weights, **others}

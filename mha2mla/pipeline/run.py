@@ -116,7 +116,7 @@ def convert(
         CheckpointError: the source is incomplete or damaged.
         SourceChangedError: a file of the source changed meanwhile.
         DestinationError: the destination overlaps the source, exists, may not be replaced, or cannot be written.
-        ResumeError: an interrupted run of another conversion left finished layers.
+        ResumeError: an interrupted run of another conversion, or of ``heal``, left what it had finished.
         ParityError: a full-rank conversion is not the source to rounding, or any conversion's predictions are further
             from the source's than a guess.
         ValueError: any other argument, by name.
@@ -144,7 +144,12 @@ def convert(
 def _run(plan: Plan, started: float, seconds: dict[str, float]) -> ConversionReport:
     arguments, opened = plan.arguments, plan.opened
     with (
-        temporary_folder(plan.destination, overwrite=arguments.overwrite, worth_keeping=has_pieces) as folder,
+        temporary_folder(
+            plan.destination,
+            overwrite=arguments.overwrite,
+            worth_keeping=has_pieces,
+            discard=arguments.resume == "never",
+        ) as folder,
         whole_bar("converting", show=arguments.progress) as bar,
         few_threads_beside(plan.model.device),
     ):

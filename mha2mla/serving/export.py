@@ -57,7 +57,7 @@ def export(
     Raises:
         FileNotFoundError: there is no such checkpoint.
         ValueError: there is no such format or engine; the checkpoint was not converted, or cannot be expressed in it,
-            with every reason; or the destination exists.
+            with every reason; the destination exists; or an interrupted ``convert`` or ``heal`` left files for it.
     """
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}; expected one of {FORMATS}")

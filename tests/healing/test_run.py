@@ -26,6 +26,7 @@ from tests.commands import ROOT, parse
 from tests.conversion import tiny
 from tests.conversion.tiny import SHORT
 from tests.few import each
+from tests.folders import interrupted_layer
 from tests.healing.conftest import LATENT
 
 OPTIMIZERS = get_args(Optimizer)
@@ -269,9 +270,18 @@ def test_other_settings_do_not_go_on(folders, tmp_path, monkeypatch, capsys):
     assert "what was done is kept in" in capsys.readouterr().err
     with pytest.raises(ResumeError, match=r"checkpoint-6 .* differs in settings.rate \(0.003 there, 0.001 now\)"):
         heal(folders, tmp_path / "out", rate=1e-3)
+    with pytest.raises(ResumeError, match="files such as checkpoints/checkpoint-.*another interrupted command"):
+        tiny.convert(folders[0], tmp_path / "out", LATENT)
     counted = Steps(monkeypatch)
     heal(folders, tmp_path / "out", rate=1e-3, resume="never", log=log)  # replaces the curve of the run before
     assert counted.calls == 20 and json.loads(log.read_text())[-1]["step"] == 10
+
+
+def test_layers_of_an_interrupted_convert_are_kept(folders, tmp_path):
+    layer = interrupted_layer(tmp_path / "out")
+    with pytest.raises(ResumeError, match=r"holds 1 files such as layer-00000\.safetensors.*resume='never'"):
+        heal(folders, tmp_path / "out")
+    assert layer.exists()
 
 
 def test_a_rate_too_large_keeps_the_conversion(folders, tmp_path):

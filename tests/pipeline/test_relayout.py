@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from mha2mla.checkpoints import CheckpointError
 from mha2mla.cli.verbs import main
-from mha2mla.conversion.destination import DestinationError
+from mha2mla.conversion.destination import DestinationError, ResumeError
 from mha2mla.conversion.families import UnsupportedSourceError
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.source.files import SourceChangedError
@@ -20,7 +20,7 @@ from mha2mla.pipeline.verify import ParityError
 from tests.conversion import tiny
 from tests.conversion.tiny import SHORT, convert
 from tests.few import each
-from tests.folders import contents, edit_json, edit_weights, read_json
+from tests.folders import contents, edit_json, edit_weights, interrupted_layer, read_json
 
 LATENT = {"layout": "latent"}
 CASES = ("llama-biases", "qwen3-biases-yarn", "mistral-sliding", "phi3-partial-longrope", "olmo2-mha-biases", "gemma3")
@@ -140,6 +140,15 @@ def test_what_is_there_already_is_refused(converted, tmp_path):
     convert(converted, tmp_path / "out", LATENT, overwrite=True)
     with pytest.raises(DestinationError, match="overlap"):
         convert(converted, converted, LATENT, overwrite=True)
+
+
+def test_layers_of_an_interrupted_convert_are_kept_or_discarded(converted, tmp_path):
+    layer = interrupted_layer(tmp_path / "out")
+    with pytest.raises(ResumeError, match=r"holds 1 files such as layer-00000\.safetensors.*resume='never'"):
+        convert(converted, tmp_path / "out", LATENT)
+    assert layer.exists()
+    convert(converted, tmp_path / "out", LATENT, resume="never")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and not (tmp_path / "out" / "work").exists()
 
 
 @pytest.mark.parametrize("change", [torch.ones(3, 48), lambda weight: weight * torch.nan], ids=["shape", "NaN"])

@@ -8,12 +8,13 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV3ForCausalLM
 
 from mha2mla.checkpoints import CheckpointError
+from mha2mla.conversion.destination import ResumeError
 from mha2mla.eval.inspection import verify_weights
 from mha2mla.modeling import MHA2MLAForCausalLM
 from mha2mla.serving.deepseek import latent_width, place_frequencies
 from mha2mla.serving.export import export
 from tests.conversion import tiny
-from tests.folders import edit_weights
+from tests.folders import edit_weights, interrupted_layer
 from tests.modeling.models import GEOMETRIES, mla_config, mla_model, randomise, relative_error, source_config, tokens
 
 FREQUENCIES = "model.layers.0.self_attn.inv_freq"
@@ -113,6 +114,14 @@ def test_formats_and_destinations_are_refused_by_name(tmp_path):
     (tmp_path / "there").mkdir()
     with pytest.raises(ValueError, match="exists; expected a new folder"):
         export(tmp_path / "mla", tmp_path / "there", "remote-code")
+
+
+def test_layers_of_an_interrupted_convert_are_kept(tmp_path):
+    mla_model("shared").save_pretrained(tmp_path / "mla")
+    layer = interrupted_layer(tmp_path / "out")
+    with pytest.raises(ResumeError, match=r"holds 1 files such as layer-00000\.safetensors.*resume='never'"):
+        export(tmp_path / "mla", tmp_path / "out", "remote-code")
+    assert layer.exists() and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
