@@ -17,6 +17,7 @@ from mha2mla.geometry import MLAGeometry, code_bytes
 from mha2mla.modeling.cache_layout import PAGE_SIZE
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedConfig
 
     from mha2mla.conversion.families import SourceSpec
@@ -226,7 +227,7 @@ def footprint(config: PreTrainedConfig, geometry: MLAGeometry | None, spec: Sour
     Args:
         config: of the source, or of what it is converted to.
         geometry: of a converted layer on one GPU; None: the source's.
-        tp: ranks that split heads and weights. Embeddings and latents are replicated.
+        tp: ranks that split heads and weights. Embeddings, norms and latents, with what encodes them, are replicated.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -241,7 +242,11 @@ def footprint(config: PreTrainedConfig, geometry: MLAGeometry | None, spec: Sour
     tied = model.get_output_embeddings().weight is embeddings
     looked_up = ITEMSIZE * embeddings.numel()
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
-    dense = sum(sizes.values()) - experts - looked_up
+    dense = ITEMSIZE * sum(
+        _rank_numel(name, parameter, config, geometry is not None, spec, tp)
+        for name, parameter in model.named_parameters()
+        if ".experts." not in name and parameter is not embeddings
+    )
     text = getattr(config, "source_config", None) or config.to_dict()
     count = text.get("num_local_experts") or text.get("num_experts") or 1
     if geometry is None:
@@ -257,8 +262,8 @@ def footprint(config: PreTrainedConfig, geometry: MLAGeometry | None, spec: Sour
     return Footprint(
         parameters=sum(sizes.values()) // ITEMSIZE,
         layer_parameters=layers / ITEMSIZE / spec.num_layers,
-        weights=looked_up + (dense + experts) // tp,
-        read=dense // tp + (looked_up if tied else 0),
+        weights=looked_up + dense + experts // tp,
+        read=dense + (looked_up if tied else 0),
         experts=experts // tp,
         expert_share=min(1.0, (text.get("num_experts_per_tok") or 1) / count) if experts else 0.0,
         token_bytes=token,
@@ -268,6 +273,23 @@ def footprint(config: PreTrainedConfig, geometry: MLAGeometry | None, spec: Sour
         windows=spec.sliding_windows,
         keeps_all=geometry is not None,
     )
+
+
+def _rank_numel(
+    name: str, parameter: Tensor, config: PreTrainedConfig, is_converted: bool, spec: SourceSpec, tp: int
+) -> int:
+    """Elements of a parameter on each of ``tp`` ranks."""
+    from mha2mla.modeling.tensor_parallel import HeadShard
+
+    attention, numel = name.partition(".self_attn.")[2], parameter.numel()
+    if is_converted and attention and not attention.startswith(("q_proj.", "o_proj.")):
+        layer = int(name.partition(".layers.")[2].partition(".")[0])
+        return HeadShard.of(config.layer_geometry(layer), 0, tp).part(attention, parameter).numel()
+    if "norm." in name:
+        return numel
+    if attention.startswith(("k_proj.", "v_proj.")):  # a rank has one head at least
+        return numel // spec.num_key_value_heads * -(-spec.num_key_value_heads // tp)
+    return numel // tp
 
 
 def steps_by_rotary_width(

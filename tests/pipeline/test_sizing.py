@@ -110,6 +110,18 @@ def test_memory_is_the_measured_one(tp, name):
     assert row["memory_gb"] * 1e9 / (model.weights + cache) == pytest.approx(1, abs=0.02)
 
 
+@pytest.mark.parametrize("layout", ["shared 448+64", "latent 512"])
+def test_ranks_hold_what_encodes_latents_whole(layout):
+    name, kind, rank, rope = LAYOUTS[layout]
+    made = converted_config(source_config(name), layout=kind, kv_lora_rank=rank, qk_rope_head_dim=rope)
+    whole = {each: p.numel() for each, p in random_model(made, "meta", torch.bfloat16).named_parameters()}
+    replicated = sum(whole[each] for each in whole if "norm" in each or "kv_a_proj" in each or "k_rope_proj" in each)
+    split = sum(whole.values()) - replicated - whole["model.embed_tokens.weight"]
+    model = sizes(layout, tp=8)
+    assert model.read == 2 * (replicated + split // 8)
+    assert model.weights == model.read + 2 * whole["model.embed_tokens.weight"]
+
+
 def test_largest_batch_bounds_that_of_generate():
     """`generate` prefilled all prompts at once; a converted model's prompts then took most of the memory."""
     factors = {"source": [], "converted": []}
