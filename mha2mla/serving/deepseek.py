@@ -58,8 +58,9 @@ class Frequencies:
     places: tuple[tuple[int, ...], ...]
 
 
-def refusals(config: MHA2MLAConfig, engine: Engine) -> list[str]:
-    """Reasons, by the config, for which DeepSeek's classes would be wrong or cannot hold it; empty without any."""
+def refusals(config: MHA2MLAConfig, engine: Engine, dtype: torch.dtype) -> list[str]:
+    """Reasons, by the config and the weights' dtype, for which DeepSeek's classes would be wrong or cannot hold it;
+    empty without any."""
     geometries = {config.layer_geometry(index) for index in range(config.num_hidden_layers)}
     has_bias = engine == "transformers"
     source = config.build_source_config()
@@ -81,8 +82,8 @@ def refusals(config: MHA2MLAConfig, engine: Engine) -> list[str]:
         f"heads have up to {_widest_head(geometries)} dims: prefill kernels of {engine} take at most {ENGINE_HEAD}": (
             not has_bias and _widest_head(geometries) > ENGINE_HEAD
         ),
-        f"dtype is {config.dtype}: {engine} needs bfloat16 or float32, whose exponents hold the scaled latent": (
-            not has_bias and config.dtype not in (torch.bfloat16, torch.float32)
+        f"dtype is {dtype}: {engine} needs bfloat16 or float32, whose exponents hold the scaled latent": (
+            not has_bias and dtype not in (torch.bfloat16, torch.float32)
         ),
         "every pair rotates (qk_nope_head_dim is 0): their queries have an un-rotated part": (
             any(g.qk_nope_head_dim == 0 for g in geometries)
@@ -178,7 +179,9 @@ def _largest_rank(config: MHA2MLAConfig) -> int:
     return max(config.layer_geometry(index).kv_lora_rank for index in range(config.num_hidden_layers))
 
 
-def deepseek_config(config: MHA2MLAConfig, frequencies: Frequencies, engine: Engine) -> dict[str, Any]:
+def deepseek_config(
+    config: MHA2MLAConfig, frequencies: Frequencies, engine: Engine, dtype: torch.dtype
+) -> dict[str, Any]:
     geometry, source = config.layer_geometry(0), config.build_source_config()
     nope, values = head_widths(geometry, engine)
     kept = (
@@ -190,7 +193,7 @@ def deepseek_config(config: MHA2MLAConfig, frequencies: Frequencies, engine: Eng
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
         **{name: getattr(source, name) for name in kept},
-        "dtype": str(config.dtype).removeprefix("torch."),
+        "dtype": str(dtype).removeprefix("torch."),
         "num_key_value_heads": geometry.num_attention_heads,
         "kv_lora_rank": latent_width(config, engine),
         "q_lora_rank": None,

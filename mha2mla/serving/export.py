@@ -13,8 +13,8 @@ from mha2mla.checkpoints import CONFIG_FILE, find_converted, read_json
 from mha2mla.conversion.card import CARD_FILE, PLOT_FILE, RECORD_FILE
 from mha2mla.conversion.destination import ShardedWriter, check_destination, temporary_folder
 from mha2mla.conversion.source.files import INDEX_FILE, CheckpointReader, copy_files, identify
-from mha2mla.conversion.source.opening import open_converted
-from mha2mla.modeling.config import AUTO_MAP, CODE_FILES, MHA2MLAConfig, copy_code
+from mha2mla.conversion.source.opening import OpenedFolder, open_converted
+from mha2mla.modeling.config import AUTO_MAP, CODE_FILES, copy_code
 from mha2mla.modeling.stored_tensors import check_frequencies
 from mha2mla.serving import deepseek
 
@@ -69,16 +69,15 @@ def export(
     source, destination = Path(find_converted(folder, "checkpoint")), Path(destination).expanduser()
     check_destination(destination, source, overwrite=False)
     opened = open_converted(source)
-    config, reader = opened.config, opened.reader
     opened.model(torch.device("cpu"), torch.float32)
-    frequencies = _frequencies(config, engine, reader) if format == "deepseek-v3" else None
+    frequencies = _frequencies(opened, engine) if format == "deepseek-v3" else None
     with temporary_folder(destination, overwrite=False) as work:
         opened.check_weights()
         copy_files(source, opened.companions, work)
         if frequencies is None:
-            _write_remote_code(source, work, reader)
+            _write_remote_code(source, work, opened.reader)
         else:
-            _write_deepseek(config, frequencies, engine, reader, work)
+            _write_deepseek(opened, frequencies, engine, work)
         _copy_card_and_record(source, work, format, engine)
     return destination
 
@@ -109,8 +108,9 @@ def _copy_card_and_record(source: Path, work: Path, format: str, engine: deepsee
         _write_json(work / RECORD_FILE, {**read_json(source, RECORD_FILE), **digests, **exported})
 
 
-def _frequencies(config: MHA2MLAConfig, engine: deepseek.Engine, reader: CheckpointReader) -> deepseek.Frequencies:
-    reasons = deepseek.refusals(config, engine)
+def _frequencies(opened: OpenedFolder, engine: deepseek.Engine) -> deepseek.Frequencies:
+    config, reader = opened.config, opened.reader
+    reasons = deepseek.refusals(config, engine, opened.dtype)
     layers = range(config.num_hidden_layers)
     if config.has_rope_cache and all(config.layer_geometry(index).num_rope_heads == 1 for index in layers):
         rope = config.source_config.get("rope_parameters") or config.source_config
@@ -129,13 +129,10 @@ def _frequencies(config: MHA2MLAConfig, engine: deepseek.Engine, reader: Checkpo
 
 
 def _write_deepseek(
-    config: MHA2MLAConfig,
-    frequencies: deepseek.Frequencies,
-    engine: deepseek.Engine,
-    reader: CheckpointReader,
-    work: Path,
+    opened: OpenedFolder, frequencies: deepseek.Frequencies, engine: deepseek.Engine, work: Path
 ) -> None:
-    values = deepseek.deepseek_config(config, frequencies, engine)
+    config, reader = opened.config, opened.reader
+    values = deepseek.deepseek_config(config, frequencies, engine, opened.dtype)
     _write_json(work / "config.json", values)
     writer = ShardedWriter(work)
     for name in sorted(reader.names()):

@@ -14,6 +14,7 @@ from mha2mla.modeling import MHA2MLAForCausalLM
 from mha2mla.serving.deepseek import ENGINES, GUARD, place_frequencies, refusals
 from mha2mla.serving.export import export
 from tests.conversion import tiny
+from tests.folders import edit_config
 from tests.modeling.models import TOLERANCE, mla_config, randomise, relative_error, source_config, tokens
 
 # name -> (source, its keys, places of the rotary pairs in its table, ranks, width of the exported latent).
@@ -187,8 +188,15 @@ def test_engines_refusals_name_every_reason(tmp_path):
     assert not (tmp_path / "vllm").exists()
     config = model_like("llama").config
     config.v_head_dim = 160
-    assert [reason for reason in refusals(config, "vllm") if "heads have up to 160 dims" in reason]
-    assert not any("heads have" in reason for reason in refusals(config, "transformers"))
+    assert [reason for reason in refusals(config, "vllm", torch.float32) if "heads have up to 160 dims" in reason]
+    assert not any("heads have" in reason for reason in refusals(config, "transformers", torch.float32))
+
+
+def test_dtype_of_an_export_is_that_of_the_weights(tmp_path):
+    model_like("smollm2").bfloat16().save_pretrained(tmp_path / "mla")
+    edit_config(tmp_path / "mla", dtype=...)
+    config, _ = read_folder(export(tmp_path / "mla", tmp_path / "vllm", "deepseek-v3", "vllm"))
+    assert config["dtype"] == "bfloat16"
 
 
 def test_engine_frequencies_are_every_kth_of_the_source():
