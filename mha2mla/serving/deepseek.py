@@ -147,12 +147,13 @@ def place_frequencies(tables: Sequence[Tensor], theta: float, head_dim: int, eng
 
 
 def _places(table: Tensor, theta: float, width: int) -> tuple[int, ...] | None:
-    """The j of each frequency theta^(-2j / width), or None."""
+    """The j of each frequency theta^(-2j / width), all different, or None."""
     exact = -torch.log(table.flatten().double()) / math.log(theta) * width / 2
     nearest = exact.round()
     # A float32 frequency is right to 1e-7 or so; a place is off by that over log(theta) times width / 2.
     close = (exact - nearest).abs() * 2 * math.log(theta) / width < 1e-5
     fits = bool(close.all()) and int(nearest.min()) >= 0 and int(nearest.max()) < width // 2
+    fits = fits and len(nearest.unique()) == len(nearest)
     return tuple(int(place) for place in nearest) if fits else None
 
 

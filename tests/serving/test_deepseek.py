@@ -212,3 +212,5 @@ def test_engine_frequencies_are_every_kth_of_the_source():
         assert (found.theta, found.width, found.places) == (pytest.approx(theta), 64, (places,))
     with pytest.raises(ValueError, match="in no table of 64 dims with every k-th frequency of theta=10000"):
         place_frequencies(table(1e4, 128, (*range(31), 40)), 1e4, 128, "vllm")
+    with pytest.raises(ValueError, match="in no table of 64 dims"):  # two pairs of one place
+        place_frequencies([torch.tensor([[1.0, 1.0 - 2**-20]])], 1e4, 64, "vllm")
