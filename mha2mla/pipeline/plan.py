@@ -240,6 +240,9 @@ def _converted_row(
     if by_layer:
         notes = (why, f"the conversion measures rank and bits of each layer; weights as of rank {row.pop('d_c')}")
         row |= {"bits": "auto", "note": "; ".join(filter(None, notes))}
+    if tp > 1 and spec.qk_norm and not spec.norm_per_head:
+        refused = f"serving refuses tp={tp}: {config.model_type} normalises the queries of all heads together"
+        row["note"] = "; ".join(filter(None, (row["note"], refused)))
     # Kernels widen codes before they multiply: steps take about what 16 bits take.
     read = replace(after, token_bytes=replace(geometry, latent_bits=16).cache_bytes_per_token(ITEMSIZE))
     row |= _capacity(after, machine, context, None if why else read)

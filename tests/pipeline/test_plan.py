@@ -15,6 +15,7 @@ from mha2mla.eval.report import format_value
 from mha2mla.pipeline.plan import CACHE_RATIOS, CAPACITY_COLUMNS, COST_COLUMNS, plan
 from mha2mla.pipeline.sizing import GPUS, NOT_MEASURED
 from tests.commands import parse, run
+from tests.modeling.models import source_config
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "sizing.md"
@@ -173,6 +174,14 @@ def test_plan_says_which_ratio_is_too_small(tiny_source):
 def test_plan_refuses_by_name(tiny_source, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         plan(tiny_source, **options)
+
+
+def test_plan_notes_what_no_rank_shares(tmp_path):
+    source_config("olmo2").save_pretrained(tmp_path)
+    for tp, noted in ((1, False), (2, True)):
+        rows = plan(tmp_path, gpu="h200-141gb", tp=tp, cache_ratios=(0.5,)).rows
+        found = ["olmo2 normalises the queries of all heads" in (row.get("note") or "") for row in rows]
+        assert found == [False, noted, noted]
 
 
 def test_plan_names_the_shape_that_was_meant():
