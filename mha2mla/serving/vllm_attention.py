@@ -62,6 +62,7 @@ class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         context = vllm_config.compilation_config.static_forward_context
         self._layers = [context[name] for name in layer_names]
+        self._longest_draft = 1 + vllm_config.num_speculative_tokens
         self._steps = EngineSteps(
             [layer.constants for layer in self._layers],
             self._layers[0].impl.backend,
@@ -78,8 +79,11 @@ class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
         bounds = pairwise(common.query_start_loc_cpu[: common.num_reqs + 1].tolist())
         query_lengths = [stop - start for start, stop in bounds]
         totals = common.seq_lens_cpu_upper_bound
-        # Exact where it must be: of sequences that bring a part of their prompt.
-        totals = (common.seq_lens.cpu() if totals is None else totals)[: common.num_reqs].tolist()
+        # Refused drafts are in the bound, which is exact for a part of a prompt. The decode op reads lengths on the
+        # device; the mixed op, for longer drafts, needs exact ones on the host.
+        if totals is None or any(MAX_DECODE_QUERY_LENGTH < each <= self._longest_draft for each in query_lengths):
+            totals = common.seq_lens.cpu()
+        totals = totals[: common.num_reqs].tolist()
         step = self._steps.step(
             self._layers[0].kv_cache,
             query_lengths,

@@ -143,6 +143,38 @@ def main(*cases: str) -> None:
         torch.set_default_dtype(torch.float32)
 
 
+def long_drafts() -> None:
+    """Copies of lengths to the host, and the lengths that a step gets."""
+    stand_in()
+    from mha2mla.serving.vllm_attention import LatentMetadataBuilder
+
+    class Lengths(torch.Tensor):
+        copies = 0
+
+        def cpu(self):
+            Lengths.copies += 1
+            return super().cpu()
+
+    builder = object.__new__(LatentMetadataBuilder)
+    builder._layers = [SimpleNamespace(kv_cache=None)]
+    builder._steps = SimpleNamespace(step=lambda rows, query_lengths, totals, *rest: totals)
+    for drafted, news, copied in ((0, (1, 1), 0), (0, (9, 1), 0), (7, (8, 8), 0), (8, (40, 1), 0), (8, (9, 9), 1)):
+        builder._longest_draft, Lengths.copies = 1 + drafted, 0
+        common = SimpleNamespace(
+            num_actual_tokens=sum(news), num_reqs=2, query_start_loc_cpu=torch.tensor([0, news[0], sum(news)]),
+            seq_lens=torch.tensor([50, 40]).as_subclass(Lengths), seq_lens_cpu_upper_bound=torch.tensor([53, 43]),
+            positions=torch.arange(sum(news)), slot_mapping=torch.arange(sum(news)),
+            block_table_tensor=torch.zeros(2, 1),
+        )  # fmt: skip
+        totals = builder.build(0, common).step
+        assert (totals, Lengths.copies) == ([50, 40] if copied else [53, 43], copied), (drafted, news)
+
+
+def test_long_drafts_get_exact_lengths():
+    done = python("from tests.serving.test_vllm_layer import long_drafts; long_drafts()")
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_vllm_layer_gives_the_layers_output():
     """In a process of its own, since the stand-ins would hide vLLM from other tests."""
     done = python(CODE, *CASES)
