@@ -420,8 +420,8 @@ def warm_up(
         checkpoint: folder or hub id, converted or not.
         batches: numbers of sequences of model.generate; default 1.
         prompt: tokens of their prompts.
-        max_sequences: most sequences in a step of mha2mla generate or vLLM.
-        max_tokens: most tokens of a step.
+        max_sequences: most sequences in a step of mha2mla generate.
+        max_tokens: most tokens of a step of mha2mla generate or vLLM.
     """
     find_checkpoint(checkpoint, "checkpoint")
     announce(f"listing the kernels of {checkpoint}")

@@ -48,7 +48,8 @@ def export(
     Args:
         folder: of a converted checkpoint; never written to.
         format: "deepseek-v3", for DeepSeek-V3's classes, where the logits are the same; or "remote-code": the same
-            weights beside this version's code, for ``from_pretrained(…, trust_remote_code=True)``.
+            weights beside this version's code, for ``from_pretrained(…, trust_remote_code=True)``, where codes run as
+            16 bits.
         engine: whose DeepSeek-V3 classes, with format "deepseek-v3" alone: "transformers" (None), "vllm" or "sglang".
 
     Returns:

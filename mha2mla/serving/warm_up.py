@@ -36,7 +36,7 @@ def compile_kernels(
     Args:
         config: of a converted model or a source; a source has no kernels in ``generate`` and vLLM.
         batches, prompt: sequences of a ``generate``, and tokens of their prompts.
-        max_sequences, max_tokens: of a step of a loop, or of vLLM.
+        max_sequences: of a step of a loop. max_tokens: of a step of a loop, or of vLLM.
 
     Returns:
         By use, how many kernels TileLang's disk cache lacked.
