@@ -19,7 +19,7 @@ STAMP   := $(VENV)/.installed
 .PHONY: help demo test docs lint format notebook notebook-outputs clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -9; echo; echo 'targets: demo test docs lint format notebook notebook-outputs clean'
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -8; echo; grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/:/'
 
 # Keyed on pyproject.toml: a changed dependency brings the environment up to date on the next call.
 # The CPU build of PyTorch is offered under a local version; where it is not, the plain release does the same work.
@@ -34,32 +34,32 @@ $(STAMP): pyproject.toml
 	echo "installing mha2mla and what it needs"; $$pip -e ".[dev,docs,notebooks]"
 	@touch $@
 
-demo: $(STAMP)
+demo: $(STAMP)  ## convert a first model, compare it, show what it gives
 	$(BIN)/mha2mla demo $(DEMO)
 
-test: $(STAMP)
+test: $(STAMP)  ## every test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST)
 
-docs: $(STAMP)
+docs: $(STAMP)  ## the site, in build/site
 	.ci/docs $(BIN)/python
 
-lint: $(STAMP)
+lint: $(STAMP)  ## ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: $(STAMP)
+format: $(STAMP)  ## ruff format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 # The .py is the source; the .ipynb is generated from it and keeps the outputs of the cells that did not change.
-notebook: $(STAMP)
+notebook: $(STAMP)  ## notebooks from their sources
 	$(BIN)/jupytext --update --to ipynb notebooks/*.py
 
 # What the notebooks are committed with; on a GPU with the times of that GPU.
-notebook-outputs: notebook
+notebook-outputs: notebook  ## and their outputs
 	for each in notebooks/*.ipynb; do \
 	  MHA2MLA_NOTEBOOK_MODEL=$${MHA2MLA_NOTEBOOK_MODEL:-smollm2} $(BIN)/jupyter-execute --inplace --timeout=3600 $$each || exit 1; done
 
-clean:
+clean:  ## remove what the others made
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,6 +1,7 @@
 """Converts a checkpoint to half its KV cache, reads the report, loads the result and answers with it.
 
-python examples/convert.py [SOURCE]    # a Hugging Face folder or hub id; default: a tiny random Llama
+python examples/convert.py                 # a tiny random Llama, in a folder that is removed
+python examples/convert.py SOURCE FOLDER   # a Hugging Face folder or hub id, and where results go
 """
 
 import sys
@@ -26,5 +27,8 @@ def main(source: str | None, work: str) -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        main(sys.argv[1] if len(sys.argv) > 1 else None, folder)
+    if sys.argv[1:]:
+        main(*sys.argv[1:])
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            main(None, folder)

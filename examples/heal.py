@@ -1,6 +1,7 @@
 """Converts a checkpoint to a quarter of its KV cache, then trains the result towards its source.
 
-python examples/heal.py [SOURCE]    # a Hugging Face folder or hub id; default: a tiny random Llama
+python examples/heal.py                 # a tiny random Llama, in a folder that is removed
+python examples/heal.py SOURCE FOLDER   # a Hugging Face folder or hub id, and where results go
 """
 
 import sys
@@ -29,5 +30,8 @@ def main(source: str | None, work: str) -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        main(sys.argv[1] if len(sys.argv) > 1 else None, folder)
+    if sys.argv[1:]:
+        main(*sys.argv[1:])
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            main(None, folder)

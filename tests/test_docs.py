@@ -70,14 +70,15 @@ def test_every_block_is_of_a_language_that_is_checked():
 
 @pytest.mark.parametrize("block", blocks("python"), ids=str)
 def test_python_runs(block, tiny_source, tiny_converted, tmp_path, monkeypatch):
-    """As it stands, with a tiny model under each source's name, converted where it says path/to/llama-mla."""
+    """As it stands, with a tiny model under each source's name, converted under the names that pages load."""
     monkeypatch.chdir(tmp_path)
     converts = CONVERTS.search(block.text)
     source = Path(converts[1] if converts else "path/to/llama")
     source.parent.mkdir(parents=True)
     source.symlink_to(tiny_source, target_is_directory=True)
     if not converts:
-        Path("path/to/llama-mla").symlink_to(tiny_converted, target_is_directory=True)
+        for name in ("path/to/llama-mla", "smollm2-mla"):
+            Path(name).symlink_to(tiny_converted, target_is_directory=True)
     code = CONVERTS.sub(lambda call: call[0] + SHORT, block.text)
     exec(compile(code, str(block), "exec"), {})
     assert not converts or Path(converts[2], "model.safetensors").is_file()

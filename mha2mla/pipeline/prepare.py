@@ -133,8 +133,11 @@ def _measured_ranks(
         return saved[1]["chosen"], saved[1]["losses"]
     chosen, losses = choose_layer_ranks(walk, progress=progress)
     work.put(_RANKS, {}, {"calibration": text, "chosen": chosen, "losses": losses})
-    shown = chosen if "bits" in losses else [rank for rank, _ in chosen]
-    plan.arguments.say(f"{_RANKS}: {shown} loses least of {losses}")
+    ranks, bits = zip(*chosen, strict=True)
+    shown = f"ranks of {min(ranks)} to {max(ranks)}"
+    if "bits" in losses:
+        shown += f", {', '.join(map(str, sorted(set(bits))))} bits"
+    plan.arguments.say(f"{_RANKS}: {shown} by layer lose least")
     return chosen, losses
 
 
