@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import threading
@@ -194,10 +195,15 @@ def _refreshed(bar: tqdm) -> Iterator[None]:
 
 
 class ForgivingStream:
-    """A text stream that writes what its encoding lacks as ``?``, and drops what cannot be written at all."""
+    """A text stream that writes what its encoding lacks as ``?``, and drops what cannot be written at all.
+
+    Attributes:
+        failure: the first error that is no reader's leave, such as a full disk.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self.failure: OSError | None = None
 
     def write(self, text: str) -> int:
         try:
@@ -205,21 +211,35 @@ class ForgivingStream:
         except UnicodeEncodeError:
             encoding = self._stream.encoding
             self.write(text.encode(encoding, "replace").decode(encoding))
-        except (OSError, ValueError):  # a pipe without a reader, a full disk, a closed file
-            pass
+        except (OSError, ValueError) as error:  # a pipe without a reader, a full disk, a closed file
+            self._note(error)
         return len(text)
 
     def flush(self) -> None:
-        with suppress(OSError, ValueError):
+        try:
             self._stream.flush()
+        except (OSError, ValueError) as error:
+            self._note(error)
+
+    def _note(self, error: OSError | ValueError) -> None:
+        if isinstance(error, OSError) and error.errno not in (errno.EPIPE, errno.EBADF):
+            self.failure = self.failure or error
+
+    def checked(self, status: int) -> int:
+        """``status``, or 2 and a line on standard error where what was written is lost."""
+        self.flush()
+        if self.failure is None:
+            return status
+        print(f"mha2mla: error: standard output cannot be written: {self.failure.strerror}", file=sys.stderr)
+        return 2
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
 @contextmanager
-def forgiving_streams() -> Iterator[None]:
-    """Redirects standard output and error so that neither writing nor leaving raises."""
+def forgiving_streams() -> Iterator[ForgivingStream]:
+    """Redirects standard output, which it gives, and error so that neither writing nor leaving raises."""
     # Where one is closed, the next file that is opened, a checkpoint's perhaps, would take its number and get its text.
     for _ in range(3):
         number = os.open(os.devnull, os.O_RDWR)
@@ -230,7 +250,7 @@ def forgiving_streams() -> Iterator[None]:
         streams = [ForgivingStream(nowhere if stream is None else stream) for stream in (sys.stdout, sys.stderr)]
         try:
             with redirect_stdout(streams[0]), redirect_stderr(streams[1]):
-                yield
+                yield streams[0]
         finally:
             for stream in (sys.stdout, sys.stderr):
                 _empty(stream, nowhere)

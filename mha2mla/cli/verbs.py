@@ -257,8 +257,7 @@ def generate(
     row = vars(done) | {"tokens_per_second": done.tokens_per_second, "answers": left}
     row |= {"cache_bytes_per_token": size, "cache_bytes": loop.cache.nbytes}
     if record is not None:
-        environment = collect_environment()
-        write_json(record, kind="generate", rows=[row], model=model, sampling=given, environment=environment)
+        write_json(record, kind="generate", rows=[row], model=model, sampling=given, environment=collect_environment())
 
 
 @app.command
@@ -474,7 +473,7 @@ def _launch(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one verb. Returns 0; 1 after a check that failed; 2 after a user's mistake, in one line on stderr.
+    """Runs one verb. Returns 0; 1 after a check that failed; 2, and a line on stderr, after a mistake or a full disk.
 
     A verb does not fail because its output has no reader, or because the terminal cannot encode it.
     """
@@ -483,15 +482,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         _, groups, unknown = app.parse_commands(words[1:])
         misspelt = unknown and groups[-1].default_command is None
         words = words[1:] if misspelt else [*words[1:], "--help"]
-    with forgiving_streams():
+    with forgiving_streams() as output:
         try:
-            return app.meta(words, exit_on_error=False, print_error=False, result_action="return_value") or 0
+            status = app.meta(words, exit_on_error=False, print_error=False, result_action="return_value") or 0
         except CycloptsError as error:
             verb = " ".join(("mha2mla", *(error.command_chain or ())))
             message = re.sub(r"\.? Available commands:.*", "", " ".join(str(error).rstrip(".").split()))
             message += "; numbers of a list are joined by commas" if re.search(r"Tokens: \['\d", message) else ""
             print(f"mha2mla: error: {shorten(message)} ({verb} --help lists what there is)", file=sys.stderr)
-            return 2
+            status = 2
+        return output.checked(status)
 
 
 def _in_flags(message: str) -> str:
