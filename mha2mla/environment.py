@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # glibc's malloc.h
 _LARGEST_INT = 2**31 - 1
 THREADS_BESIDE_GPU = 4
+WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 LIBRARIES = ("mha2mla", "torch", "triton", "transformers", "tilelang", "apache-tvm-ffi", "safetensors", "numpy", "vllm")
 _SMI_FIELDS = {
     "gpu": "name",
@@ -145,11 +146,26 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def usual_dtype(device: torch.device, name: str | None = None) -> torch.dtype:
-    """The dtype of that name; without one what is computed in: bfloat16 on CUDA, which kernels take, else float32."""
+def named_dtype(dtype: str | torch.dtype, name: str = "dtype") -> torch.dtype:
+    """A dtype of weights, by its name or as it is.
+
+    Args:
+        name: what the caller calls it, for error messages.
+
+    Raises:
+        ValueError: it is no such dtype.
+    """
     import torch
 
-    return getattr(torch, name or ("bfloat16" if device.type == "cuda" else "float32"))
+    word = str(dtype).removeprefix("torch.") if isinstance(dtype, str | torch.dtype) else None
+    if word not in WEIGHT_DTYPES:
+        raise ValueError(f"{name} is {dtype!r:.80}; expected one of {', '.join(WEIGHT_DTYPES)}")
+    return getattr(torch, word)
+
+
+def usual_dtype(device: torch.device, name: str | None = None) -> torch.dtype:
+    """The dtype of that name; without one what is computed in: bfloat16 on CUDA, which kernels take, else float32."""
+    return named_dtype(name or ("bfloat16" if device.type == "cuda" else "float32"))
 
 
 def describe_environment(environment: dict[str, Any]) -> str:

@@ -116,6 +116,18 @@ def test_thread_hint(quota, load, device, said, monkeypatch):
     assert module.thread_hint(device) == ""
 
 
+@pytest.mark.parametrize("name", module.WEIGHT_DTYPES)
+def test_named_dtype(name):
+    dtype = module.named_dtype(name)
+    assert str(dtype) == f"torch.{name}" and module.named_dtype(dtype) is dtype
+
+
+@pytest.mark.parametrize("dtype", ["load", "int8", None, 16])
+def test_other_dtypes_are_refused_by_name(dtype):
+    with pytest.raises(ValueError, match=f"weights is {dtype!r}; expected one of float32"):
+        module.named_dtype(dtype, "weights")
+
+
 def test_few_threads_compute_beside_a_gpu():
     import torch
 

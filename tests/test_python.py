@@ -50,6 +50,17 @@ def test_load_gives_model_and_tokenizer_of_a_folder(tiny_converted, tiny_source)
         mha2mla.load("/no/such/folder")
 
 
+def test_a_dtype_may_be_a_name(tiny_source, tiny_converted):
+    """A wrong one was reported as a damaged checkpoint."""
+    model, _ = mha2mla.load(tiny_source, device="cpu", dtype="bfloat16")
+    assert model.dtype == torch.bfloat16
+    expected = "dtype is 'foo'; expected one of float32, bfloat16, float16, float64"
+    for function, folder in ((mha2mla.load, tiny_source), (mha2mla.inspect, tiny_converted)):
+        with pytest.raises(ValueError, match=expected) as error:
+            function(folder, dtype="foo")
+        assert error.type is ValueError
+
+
 def test_a_folder_without_tokenizer_is_named(tiny_source, tmp_path):
     """The message of transformers names no folder, where two of them were given."""
     shutil.copytree(tiny_source, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))

@@ -22,6 +22,7 @@ from mha2mla.checkpoints import (
 from mha2mla.conversion.card import RECORD_FILE
 from mha2mla.conversion.source.files import identify
 from mha2mla.conversion.source.opening import open_converted
+from mha2mla.environment import named_dtype
 from mha2mla.eval.loading import load_config
 from mha2mla.eval.report import flat, format_value, html_table
 from mha2mla.geometry import kept_keys_share
@@ -129,10 +130,11 @@ def inspect_checkpoint(
 
     Raises:
         CheckpointError: a file is damaged, or a tensor missing, unknown, of another shape or dtype; naming it.
-        ValueError: the checkpoint is not a converted one, or a batch or length is less than 1.
+        ValueError: the checkpoint is not a converted one, a batch or length is less than 1, or ``dtype`` is none of
+            weights.
         FileNotFoundError: no such folder.
     """
-    folder = find_checkpoint(checkpoint, "checkpoint")
+    dtype, folder = named_dtype(dtype), find_checkpoint(checkpoint, "checkpoint")
     config = load_config(folder, "checkpoint")
     check_converted(config.model_type, "checkpoint")
     with damage_named(f"checkpoint {folder!r} makes no model"):
@@ -144,7 +146,6 @@ def inspect_checkpoint(
         for value in values:
             if value < 1:
                 raise ValueError(f"{name} has {value}; expected at least 1")
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     itemsize = dtype.itemsize
     before, after = config.source_cache_bytes_per_token(itemsize), config.cache_bytes_per_token(itemsize)
     with damage_named(f"{RECORD_FILE} of {folder!r} is no record of a conversion"):

@@ -60,7 +60,7 @@ def model_latency(
     new_tokens: int = 64,
     check: bool = True,
     device: str | torch.device | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: str | torch.dtype | None = None,
     page_size: int = 64,
     layer: int = 0,
     backend: Literal["tilelang", "reference"] | None = None,

@@ -11,7 +11,7 @@ import torch
 from mha2mla.checkpoints import CheckpointError, damage_named, find_checkpoint
 from mha2mla.conversion.fit.repeatable import UNGROUPED_SDPA
 from mha2mla.conversion.source.opening import check_model_folder, read_tokenizer
-from mha2mla.environment import compute_device
+from mha2mla.environment import compute_device, named_dtype
 from mha2mla.modeling.stored_tensors import check_finite
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def load(
     checkpoint: str | os.PathLike[str],
     *,
     device: str | torch.device | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: str | torch.dtype | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model and tokenizer of a checkpoint, converted or not, ready to generate::
 
@@ -31,18 +31,19 @@ def load(
     Args:
         checkpoint: folder or hub id.
         device: default CUDA where there is one.
-        dtype: of the weights; default what the checkpoint has.
+        dtype: of the weights, such as ``"bfloat16"``; default what the checkpoint has.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        ValueError: ``device`` is none of this machine.
+        CheckpointError: it is incomplete or damaged, or has no usable tokenizer.
+        ValueError: ``device`` is none of this machine, or ``dtype`` none of weights.
     """
     model = load_model(checkpoint, "checkpoint", device=device, dtype=dtype)
     return model, load_tokenizer(checkpoint, "checkpoint")
 
 
 def load_model(
-    model: Any, name: str, *, device: str | torch.device | None = None, dtype: torch.dtype | None = None
+    model: Any, name: str, *, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None
 ) -> torch.nn.Module:
     """A causal language model, ready to evaluate.
 
@@ -54,16 +55,17 @@ def load_model(
     Raises:
         FileNotFoundError: ``model`` is neither a folder with a ``config.json`` nor on the hub.
         CheckpointError: it is incomplete or damaged, or a file lies outside its folder; naming file, field or tensor.
-        ValueError: ``device`` is none of this machine.
+        ValueError: ``device`` is none of this machine, or ``dtype`` none of weights.
     """
     if callable(model):
         return (model if isinstance(model, torch.nn.Module) else model()).eval()
     from transformers import AutoModelForCausalLM
 
+    asked = "auto" if dtype is None else named_dtype(dtype)
     device, found = compute_device(device), _find_model(model, name)
     with damage_named(f"{name} {found!r} cannot be loaded"):
         loaded, info = AutoModelForCausalLM.from_pretrained(
-            found, dtype=dtype or "auto", trust_remote_code=False, output_loading_info=True
+            found, dtype=asked, trust_remote_code=False, output_loading_info=True
         )
         if missing := sorted(info["missing_keys"]):  # transformers fills them with random numbers
             raise CheckpointError(f"tensor {missing[0]} is absent from {found} ({len(missing)} absent in all)")

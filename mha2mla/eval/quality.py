@@ -178,7 +178,7 @@ def evaluate_quality(
     generation: bool | GenerationSettings = False,
     tokenizer: Any = None,
     device: str | torch.device | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: str | torch.dtype = torch.float32,
     progress: bool = True,
 ) -> QualityReport:
     """Compares the predictions of both models over texts, in windows of several lengths.

@@ -96,8 +96,7 @@ def register() -> type:
         ) -> None:
             if tokenizer is None:
                 tokenizer = load_tokenizer(pretrained, "pretrained")
-            if isinstance(dtype, str):
-                dtype = None if dtype == "auto" else getattr(torch, dtype)
+            dtype = None if dtype == "auto" else dtype
             model = load_model(pretrained, "pretrained", device=device, dtype=dtype)
             super().__init__(pretrained=model, tokenizer=tokenizer, **arguments)
 
@@ -115,7 +114,7 @@ def evaluate_tasks(
     batch_size: int = 8,
     tokenizer: Any = None,
     device: str | torch.device | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: str | torch.dtype | None = None,
 ) -> list[TaskRow]:
     """Runs tasks of lm-eval on both models, one after the other, on the same documents.
 

@@ -36,7 +36,7 @@ from mha2mla.conversion.resume import (
 )
 from mha2mla.conversion.source.files import check_unchanged, faults_of_the_source_named
 from mha2mla.conversion.source.opening import OpenedFolder, Source, open_converted, open_source
-from mha2mla.environment import collect_environment, compute_device, device_name, installed_version
+from mha2mla.environment import collect_environment, compute_device, device_name, installed_version, named_dtype
 from mha2mla.files import CURVE, atomic_write, output_file
 from mha2mla.healing.memory import fit_memory
 from mha2mla.healing.rate import first_steps, measured_rate
@@ -46,7 +46,6 @@ from mha2mla.healing.student import Models, is_sharded, load_models
 from mha2mla.healing.text import describe_text, hold_out, source_perplexity, text_name, training_text, with_own_windows
 from mha2mla.healing.training import Distillation, last_checkpoint, tokens_in, train
 from mha2mla.modeling.families import FAMILIES
-from mha2mla.modeling.stored_tensors import DTYPES
 from mha2mla.pipeline.check import EVALUATION_TEXT, EVALUATION_TOKENS, HeldOut, source_folder
 from mha2mla.pipeline.sizing import recognize_gpu
 from mha2mla.terminal import announce, waiting
@@ -108,7 +107,7 @@ def heal(
     text: str | Windows = DEFAULT_TEXT,
     token_weights: Tensor | None = None,
     device: str | torch.device | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: str | torch.dtype | None = None,
     overwrite: bool = False,
     resume: Literal["auto", "never"] = "auto",
     log: str | os.PathLike[str] | None = None,
@@ -150,8 +149,8 @@ def heal(
     if resume not in ("auto", "never"):
         raise ValueError(f"resume is {resume!r:.80}; expected 'auto' or 'never'")
     source, converted, destination = map(os.path.expanduser, (source, converted, destination))
-    if dtype not in (None, *DTYPES.values()):
-        raise ValueError(f"dtype is {dtype!r:.80}; expected one of {', '.join(map(str, DTYPES.values()))}, or None")
+    if dtype is not None:
+        dtype = named_dtype(dtype)
     place = _device(device)
     if isinstance(text, str):
         check_text(text)

@@ -24,14 +24,13 @@ from mha2mla.conversion.presets import AUTO
 from mha2mla.conversion.recipe import Recipe, normalize_keys
 from mha2mla.conversion.source.opening import OpenedFolder, Source, open_source
 from mha2mla.conversion.source.streaming import StreamedModel
-from mha2mla.environment import compute_device
+from mha2mla.environment import compute_device, named_dtype
 from mha2mla.terminal import Span
 
 EVALUATION_TEXT = "builtin:prose"
 EVALUATION_TOKENS = 2048
 LONG_EVALUATION_TEXT = "builtin:stdlib"  # where windows must be longer than those tokens
 RESUME = ("auto", "never")
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PATH, _FLAG = ((str, os.PathLike), "a path"), (bool, "True or False")
 _TEXT = "the name of a text or token windows"
 _KINDS: Mapping[str, tuple[Any, str]] = {
@@ -76,8 +75,8 @@ class Arguments:
             raise ValueError(f"resume is {self.resume!r}; expected one of {', '.join(map(repr, RESUME))}")
         for name in ("dtype", "compute_dtype"):
             value = getattr(self, name)
-            if value not in _DTYPES and (value is not None or name != "dtype"):
-                raise ValueError(f"{name} is {value!r:.80}; expected one of {', '.join(map(str, _DTYPES))}")
+            if value is not None or name != "dtype":
+                object.__setattr__(self, name, named_dtype(value, name))
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -445,7 +445,7 @@ def test_bad_arguments_are_refused_by_name(folders, tmp_path):
         ({"seed": -1}, "seed is -1; expected a whole number from 0"),
         ({"seed": 2**32}, "seed is 4294967296; expected"),
         ({"text": []}, "text has no token windows"),
-        ({"dtype": "bfloat16"}, "dtype is 'bfloat16'; expected one of torch.float64"),
+        ({"dtype": "int4"}, "dtype is 'int4'; expected one of float32"),
         ({"device": "meta"}, "device is 'meta'"),
     ):
         with pytest.raises(ValueError, match=named):
