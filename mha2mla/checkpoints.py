@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,19 @@ def shorten(message: str) -> str:
 def did_you_mean(word: object, words: Iterable[str]) -> str:
     """``; did you mean 'latent'?`` for a misspelt word; empty where none of ``words`` is close."""
     return "".join(f"; did you mean {close!r}?" for close in get_close_matches(str(word), list(words), 1))
+
+
+def check_path(path: object, name: str, expected: str = "a folder or hub id") -> None:
+    """Raises ValueError for what is no path at all."""
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(f"{name} is {path!r:.80}; expected {expected}")
+
+
+def check_numbers(values: object, name: str, least: int) -> None:
+    """Raises ValueError for what is no collection of whole numbers, or has none of them or a smaller one."""
+    is_list = isinstance(values, Collection) and len(values) > 0
+    if not is_list or not all(isinstance(value, Integral) and value >= least for value in values):
+        raise ValueError(f"{name} is {values!r:.80}; expected one or more whole numbers, at least {least}")
 
 
 class NamedError(ValueError):
@@ -133,7 +147,9 @@ def find_checkpoint(checkpoint: str | os.PathLike[str], name: str) -> str:
 
     Raises:
         FileNotFoundError: it is not there, or the hub does not answer.
+        ValueError: it is no path at all.
     """
+    check_path(checkpoint, name)
     text = os.fspath(checkpoint)
     path = Path(text).expanduser()
     if path.is_dir():

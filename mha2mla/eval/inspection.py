@@ -14,6 +14,7 @@ import torch
 from mha2mla.checkpoints import (
     CheckpointError,
     check_converted,
+    check_numbers,
     damage_named,
     find_checkpoint,
     find_converted,
@@ -143,9 +144,7 @@ def inspect_checkpoint(
     if lengths is None:
         lengths = sorted({4096, config.max_position_embeddings or 4096})
     for name, values in (("batches", batches), ("lengths", lengths)):
-        for value in values:
-            if value < 1:
-                raise ValueError(f"{name} has {value}; expected at least 1")
+        check_numbers(values, name, 1)
     itemsize = dtype.itemsize
     before, after = config.source_cache_bytes_per_token(itemsize), config.cache_bytes_per_token(itemsize)
     with damage_named(f"{RECORD_FILE} of {folder!r} is no record of a conversion"):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from mha2mla.checkpoints import check_converted
+from mha2mla.checkpoints import check_converted, check_numbers
 from mha2mla.conversion.calibration.texts import end_tokens
 from mha2mla.environment import compute_device, usual_dtype
 from mha2mla.eval.loading import load_model
@@ -99,9 +99,9 @@ def model_latency(
     """
     if not levels or not set(levels) <= set(get_args(Level)):
         raise ValueError(f"levels is {list(levels)}; expected one or several of {', '.join(get_args(Level))}")
-    for name, values, least in (("batch_sizes", batch_sizes, 1), ("seqlens", seqlens, 2)):
-        if values is not None and (not values or any(value < least for value in values)):
-            raise ValueError(f"{name} is {list(values)}; expected one or more numbers >= {least}")
+    check_numbers(seqlens, "seqlens", 2)
+    if batch_sizes is not None:
+        check_numbers(batch_sizes, "batch_sizes", 1)
     if new_tokens < 2:
         raise ValueError(f"new_tokens is {new_tokens}; expected 2 or more")
     check_op(page_size, min_run_time)

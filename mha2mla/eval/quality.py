@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import product
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -214,7 +215,7 @@ def evaluate_quality(
             ``max_tokens``; no text fills a window of any length; latents are to be quantised of a model that has none,
             or in a basis computed from one of ``texts``.
     """
-    texts = [texts] if isinstance(texts, str) else list(texts)
+    texts = [texts] if isinstance(texts, str) else texts
     _check_amounts(texts, lengths, max_tokens)
     columns = _with_metrics(metrics, caches)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(source, "source")
@@ -249,13 +250,16 @@ def evaluate_quality(
 
 
 def _check_amounts(texts: Sequence[str], lengths: Sequence[int | None], max_tokens: int) -> None:
+    for name, values in (("texts", texts), ("lengths", lengths)):
+        if not isinstance(values, Sequence):
+            raise ValueError(f"{name} is {values!r:.80}; expected a list")
     if not texts:
         raise ValueError("texts is empty; expected the name of at least one text")
     if not lengths:
         raise ValueError("lengths is empty; expected at least one window length, or None for the longest")
     for length in lengths:
-        if length is not None and length < 2:
-            raise ValueError(f"lengths has {length}; expected at least 2 (the first token of a window is not scored)")
+        if length is not None and (not isinstance(length, Integral) or length < 2):
+            raise ValueError(f"lengths has {length!r}; expected at least 2 (the first token of a window is not scored)")
     if max_tokens < 2:
         raise ValueError(f"max_tokens is {max_tokens}; expected at least 2, the shortest window")
 

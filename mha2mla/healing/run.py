@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from mha2mla.checkpoints import find_converted
+from mha2mla.checkpoints import check_path, find_converted
 from mha2mla.conversion.calibration.blocks import TokenBlocks, Windows, check_length, listed
 from mha2mla.conversion.calibration.texts import check_text
 from mha2mla.conversion.destination import WORK_FOLDER, check_destination, temporary_folder
@@ -148,14 +148,17 @@ def heal(
     started = time.perf_counter()
     if resume not in ("auto", "never"):
         raise ValueError(f"resume is {resume!r:.80}; expected 'auto' or 'never'")
+    check_path(source, "source")
+    check_path(converted, "converted")
+    check_path(destination, "destination", "a folder to make")
     source, converted, destination = map(os.path.expanduser, (source, converted, destination))
     if dtype is not None:
         dtype = named_dtype(dtype)
     place = _device(device)
     if isinstance(text, str):
         check_text(text)
-    elif not len(text):
-        raise ValueError("text has no token windows; expected one at least")
+    elif not isinstance(text, Tensor | Sequence) or not len(text):
+        raise ValueError(f"text is {text!r:.80}; expected the name of a text, or one window of tokens at least")
     opened_source, opened = _open(source, converted)
     chosen, sharded = _settings(preset, settings, opened_source, text), is_sharded()
     weights = _weights(token_weights, text)

@@ -131,6 +131,8 @@ class LatentCache(Cache):
     def __init__(
         self, config: MHA2MLAConfig, max_cache_len: int | None = None, page_size: int = PAGE_SIZE, room: int = 0
     ) -> None:
+        if not isinstance(config, MHA2MLAConfig):
+            raise ValueError(f"config is a {type(config).__name__}; expected a converted model's MHA2MLAConfig")
         if page_size < 16 or page_size & (page_size - 1):
             raise ValueError(f"page_size is {page_size}; expected a power of two >= 16")
         if max_cache_len is not None and max_cache_len < 1:

@@ -1,3 +1,4 @@
+import re
 import shutil
 
 import pytest
@@ -79,10 +80,10 @@ def test_a_checkpoint_of_an_earlier_version_is_shown(tiny_converted, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(old).config.calibrated_length is None
 
 
-@pytest.mark.parametrize(("name", "value"), [("lengths", 0), ("batches", -1)])
+@pytest.mark.parametrize(("name", "value"), [("lengths", [0]), ("batches", [-1]), ("batches", 1), ("lengths", ["4"])])
 def test_bad_arguments_are_named(name, value, tiny_converted):
-    with pytest.raises(ValueError, match=f"{name} has {value}"):
-        inspect_checkpoint(tiny_converted, **{name: [value]})
+    with pytest.raises(ValueError, match=re.escape(f"{name} is {value}; expected one or more whole numbers")):
+        inspect_checkpoint(tiny_converted, **{name: value})
 
 
 def test_growth_of_the_weights_is_said(tiny_converted, tiny_source):

@@ -182,6 +182,9 @@ def test_another_tokenizer_is_refused(change, message, tiny_source, tmp_path):
     [
         ({"lengths": (48, 1)}, "lengths has 1; expected at least 2"),
         ({"lengths": ()}, "lengths is empty"),
+        ({"lengths": 64}, "lengths is 64; expected a list"),
+        ({"lengths": ["longest"]}, "lengths has 'longest'; expected at least 2"),
+        ({"texts": None}, "texts is None; expected a list"),
         ({"max_tokens": 1}, "max_tokens is 1; expected at least 2"),
         ({"texts": []}, "texts is empty"),
         ({"texts": "no-such-file"}, "no-such-file"),

@@ -444,7 +444,8 @@ def test_bad_arguments_are_refused_by_name(folders, tmp_path):
         ({"token_weights": torch.zeros(48, 32)}, "token_weights has least 0.0 and mean 0.0; expected"),
         ({"seed": -1}, "seed is -1; expected a whole number from 0"),
         ({"seed": 2**32}, "seed is 4294967296; expected"),
-        ({"text": []}, "text has no token windows"),
+        ({"text": []}, r"text is \[\]; expected the name of a text"),
+        ({"text": None}, "text is None; expected the name of a text"),
         ({"dtype": "int4"}, "dtype is 'int4'; expected one of float32"),
         ({"device": "meta"}, "device is 'meta'"),
     ):
@@ -456,6 +457,10 @@ def test_bad_arguments_are_refused_by_name(folders, tmp_path):
         heal(folders, tmp_path / "out", log=folders[0] / "generation_config.json")
     with pytest.raises(DestinationError, match="exists"):
         heal(folders, tmp_path)
+    with pytest.raises(ValueError, match="destination is None; expected a folder"):
+        heal(folders, None)
+    with pytest.raises(ValueError, match="source is None; expected a folder or hub id"):
+        heal((None, folders[1]), tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from mha2mla.modeling import LatentCache
 from tests.modeling import models
@@ -152,6 +153,12 @@ def test_a_cache_of_another_models_config_is_refused():
         assert cache.is_empty
     cache = LatentCache(layouts["latent"].config.with_options(rotary_key_cache="bfloat16", attention_window=20))
     layouts["latent"](models.tokens(1, 5), past_key_values=cache)
+
+
+def test_a_config_of_no_converted_model_is_refused():
+    for config, kind in ((None, "NoneType"), (LlamaConfig(), "LlamaConfig")):
+        with pytest.raises(ValueError, match=f"config is a {kind}; expected a converted model's"):
+            LatentCache(config)
 
 
 @torch.no_grad()
