@@ -20,7 +20,10 @@ DAMAGES = {
     "missing tensor": (lambda f: edit_weights(f, {KEYS: ...}), f"{KEYS} is absent"),
     "unknown tensor": (lambda f: edit_weights(f, {"model.sinks": torch.ones(4)}), "tensor model.sinks .* is unknown"),
     "Inf in a weight": (lambda f: edit_weights(f, {KEYS: lambda weight: weight * torch.inf}), f"{KEYS} in .* has"),
-    "no tokenizer": (lambda f: [path.unlink() for path in f.glob("tokenizer*.json")], "no usable tokenizer"),
+    "no tokenizer": (
+        lambda f: [path.unlink() for path in f.glob("tokenizer*.json")],
+        "no tokenizer files; copy them from the .* model$",
+    ),
 }
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from mha2mla.checkpoints import CheckpointError
 from mha2mla.conversion.calibration.blocks import TokenBlocks, Windows, listed
 from mha2mla.conversion.calibration.generated_text import write_windows
 from mha2mla.conversion.calibration.texts import (
@@ -51,7 +50,7 @@ def calibration_windows(
     """
     if not isinstance(text, str | CalibrationSource):
         return TokenBlocks.of([_checked(part, "calibration", source) for part in listed(text)])
-    tokenizer, longest = _tokenizer_of(source, "calibration"), max(lengths)
+    tokenizer, longest = read_tokenizer(str(source.folder), "source"), max(lengths)
     blocks = max(1, tokens // len(lengths) // longest)
     shares, parts = [], []
     with named_in_errors("calibration", text):
@@ -83,17 +82,10 @@ def evaluation_windows(source: OpenedFolder, text: str | torch.Tensor, *, length
     """
     if not isinstance(text, str):
         return _checked(text, "evaluation", source)
-    tokenizer, count = _tokenizer_of(source, "evaluation"), max(1, tokens // length)
+    tokenizer, count = read_tokenizer(str(source.folder), "source"), max(1, tokens // length)
     with named_in_errors("evaluation", text):
         windows = token_windows(tokenizer, load_text(text, CHARACTERS_PER_TOKEN * length * count), length, count)
     return _checked(windows, "evaluation", source)
-
-
-def _tokenizer_of(source: OpenedFolder, name: str) -> Any:
-    try:
-        return read_tokenizer(str(source.folder), "source")
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}; {name} must be token windows") from error
 
 
 @contextmanager

@@ -21,7 +21,8 @@ from mha2mla.modeling.stored_tensors import StoredTensor, is_finite, open_shard
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # Files of a checkpoint beside weights and config.
-_COMPANIONS = ("tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json")
+TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*")
+_COMPANIONS = (*TOKENIZER_FILES, "merges.txt", "special_tokens_map.json", "added_tokens.json")
 _COMPANIONS += ("chat_template*", "additional_chat_templates/*", "generation_config.json", "LICENSE*", "NOTICE*")
 _CODE = (".py", ".pyc", ".so")  # code of the source's is neither run nor handed on
 _RACY = 2.0  # seconds in which a file may change without its times showing it

@@ -21,6 +21,7 @@ from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION
 from mha2mla.conversion.source.files import (
     INDEX_FILE,
     SINGLE_FILE,
+    TOKENIZER_FILES,
     CheckpointReader,
     FileIdentity,
     companions,
@@ -167,6 +168,10 @@ def read_tokenizer(checkpoint: str, name: str) -> Any:
     except Exception as error:  # whatever damaged files make of other people's parsers
         config = folder / TOKENIZER_CONFIG
         own = config.is_file() and "auto_map" in read_json(folder, TOKENIZER_CONFIG)
+        if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
+            raise CheckpointError(
+                f"{name} {checkpoint!r} has no tokenizer files; copy them from the original model"
+            ) from error
         code = f"auto_map in {TOKENIZER_CONFIG} names code of its own, and custom code is never run"
         raise CheckpointError(f"{name} {checkpoint!r} has no usable tokenizer: {code if own else error}") from error
     # Words that a tokenizer (tokenizers 0.23) remembers are never freed: megabytes a conversion to save little.
