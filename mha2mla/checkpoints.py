@@ -31,8 +31,8 @@ def did_you_mean(word: object, words: Iterable[str]) -> str:
 
 
 def check_path(path: object, name: str, expected: str = "a folder or hub id") -> None:
-    """Raises ValueError for what is no path at all."""
-    if not isinstance(path, str | os.PathLike):
+    """Raises ValueError for what is no path at all, or an empty one, which pathlib takes for the current folder."""
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise ValueError(f"{name} is {path!r:.80}; expected {expected}")
 
 
@@ -147,7 +147,7 @@ def find_checkpoint(checkpoint: str | os.PathLike[str], name: str) -> str:
 
     Raises:
         FileNotFoundError: it is not there, or the hub does not answer.
-        ValueError: it is no path at all.
+        ValueError: it is no path at all, or empty.
     """
     check_path(checkpoint, name)
     text = os.fspath(checkpoint)

@@ -71,7 +71,7 @@ def test_an_unconverted_checkpoint_is_refused(verb, tiny_source, tmp_path):
     assert "has model_type 'llama'; expected 'mha2mla'" in done.stderr
 
 
-@pytest.mark.parametrize("path", [None, 5, b"folder"])
+@pytest.mark.parametrize("path", [None, 5, b"folder", ""])
 def test_what_is_no_path_is_refused_by_name(path):
     with pytest.raises(ValueError, match=f"source is {path!r}; expected a folder or hub id"):
         find_checkpoint(path, "source")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from mha2mla.checkpoints import CheckpointError, find_checkpoint
+from mha2mla.checkpoints import CheckpointError, check_path, find_checkpoint
 from mha2mla.conversion.calibration.blocks import Windows, calibration_lengths, check_length, listed, nearest_length
 from mha2mla.conversion.calibration.texts import check_text
 from mha2mla.conversion.calibration.windows import evaluation_windows, named_in_errors
@@ -269,7 +269,9 @@ def source_folder(source: str | os.PathLike[str]) -> Path:
 
     Raises:
         CheckpointError: there is none.
+        ValueError: the path is empty.
     """
+    check_path(source, "source")
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from mha2mla.checkpoints import CONFIG_FILE, did_you_mean, find_checkpoint
+from mha2mla.checkpoints import CONFIG_FILE, check_path, did_you_mean, find_checkpoint
 from mha2mla.conversion.families import SourceSpec, adapter_for
 from mha2mla.conversion.latent.ranks import reach_of_codes
 from mha2mla.conversion.layer_walk import converted_config
@@ -96,7 +96,9 @@ def read_source(source: str | os.PathLike[str]) -> tuple[PreTrainedConfig, Sourc
     Raises:
         UnsupportedSourceError, CheckpointError: as ``convert`` refuses the config.
         FileNotFoundError: it is not there.
+        ValueError: the name is empty.
     """
+    check_path(source, "source")
     path = Path(source).expanduser()
     if path.name == CONFIG_FILE and path.is_file():
         path = path.parent

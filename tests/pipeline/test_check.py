@@ -100,6 +100,12 @@ def test_a_path_that_is_none_is_named(name, source, tmp_path):
         convert(source, name)
 
 
+def test_no_name_is_not_the_current_folder(source, monkeypatch):
+    monkeypatch.chdir(source)
+    with pytest.raises(ValueError, match="source is ''; expected a folder or hub id"):
+        convert("", source.parent / "out")
+
+
 def test_a_tilde_is_the_home_folder(source, monkeypatch):
     """A folder named "~" was made in the current one, and ``load`` did not find it by the name that was printed."""
     monkeypatch.setenv("HOME", str(source.parent))
