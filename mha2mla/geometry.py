@@ -160,6 +160,7 @@ class MLAGeometry:
         return 2 * self.num_attention_heads * (2 * self.kv_lora_rank + self.qk_rope_head_dim) + rotary
 
     def to_dict(self) -> dict[str, int | bool]:
+        """The fields by name, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:

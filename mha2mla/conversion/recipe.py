@@ -165,24 +165,28 @@ class Recipe:
 
     @property
     def rope_rule(self) -> RopeRule:
+        """The rule that ``rope.selection`` names, or is."""
         from mha2mla.conversion.rope import RopeRule  # with torch, which takes longer than a --help
 
         return RopeRule.find(self.rope.selection)
 
     @property
     def low_rank_rule(self) -> LowRankRule:
+        """The rule that ``latent.rule`` names, or is."""
         from mha2mla.conversion.latent.rules import LowRankRule  # with torch
 
         return LowRankRule.find(self.latent.rule)
 
     @property
     def basis_rule(self) -> BasisRule:
+        """The rule that ``latent.basis`` names, or is."""
         from mha2mla.conversion.latent.basis import BasisRule  # with torch
 
         return BasisRule.find(self.latent.basis)
 
     @property
     def calibration_text(self) -> str | CalibrationSource:
+        """``calibration.text``: a text by name, or the source of windows that it names or is."""
         text = self.calibration.text
         return CalibrationSource.find(text) if text in CalibrationSource.names() else text
 

@@ -120,6 +120,7 @@ class QualityRow:
         return self.perplexity_converted / self.perplexity_source
 
     def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON; further metrics stand among the fields."""
         fields = asdict(self) | {"perplexity_ratio": self.perplexity_ratio}
         return fields | fields.pop("metrics")
 
@@ -147,6 +148,7 @@ class QualityReport:
     columns: Mapping[str, str]
 
     def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON, without ``columns``."""
         rows = ("rows", "by_position", "probes", "generation")
         found = {**vars(self), **{name: [row.to_dict() for row in getattr(self, name)] for name in rows}}
         del found["columns"]

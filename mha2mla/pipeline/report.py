@@ -122,6 +122,7 @@ class ConversionReport:
 
     @property
     def cache_ratio(self) -> float:
+        """Bytes cached per token relative to the source's cache of 16 bits."""
         return self.cache_bytes_per_token / (2 * self.source_cache_numel_per_token)
 
     @property
