@@ -30,8 +30,11 @@ def main(source: str | None, work: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        main(*sys.argv[1:])
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            main(None, folder)
+    match sys.argv[1:]:
+        case []:
+            with tempfile.TemporaryDirectory() as folder:
+                main(None, folder)
+        case [source, folder]:
+            main(source, folder)
+        case _:
+            sys.exit(__doc__)

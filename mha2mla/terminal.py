@@ -198,7 +198,7 @@ class ForgivingStream:
     """A text stream that writes what its encoding lacks as ``?``, and drops what cannot be written at all.
 
     Attributes:
-        failure: the first error that is no reader's leave, such as a full disk.
+        failure: the first error that lost text, such as a full disk; not that nobody reads any more.
     """
 
     def __init__(self, stream: TextIO) -> None:

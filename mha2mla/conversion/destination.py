@@ -176,8 +176,8 @@ def _worked_on(
         if theirs:
             raise ResumeError(
                 f"{work} holds {len(theirs)} files such as {min(theirs).relative_to(work)}, which another interrupted"
-                " command with this destination left: repeat that command, discard them with its resume='never'"
-                " (--resume never), or take another destination"
+                " command with this destination left: repeat that command, discard them with its resume='never',"
+                " or take another destination"
             )
     try:
         yield temporary

@@ -135,9 +135,8 @@ def un_rotated_keys(spec: SourceSpec, weights: AttentionWeights, basis: RotaryBa
     """[h_kv, d_n, E]: un-rotated keys as linear functions of the encoder's input u, without their bias."""
     keys = _of_inputs(spec, weights, basis.key_nope)
     source = basis.key_nope.norm() if spec.qk_norm else weights.k_weight.norm()
-    return torch.where(
-        keys.norm() > ROUNDING * source, keys, 0.0
-    )  # else rotary keys hold all: what is left is rounding
+    # Where rotary keys hold all, what is left is rounding.
+    return torch.where(keys.norm() > ROUNDING * source, keys, 0.0)
 
 
 def rotary_keys(spec: SourceSpec, weights: AttentionWeights, basis: RotaryBasis) -> tuple[torch.Tensor, torch.Tensor]:

@@ -364,7 +364,6 @@ def _open_work(work: Path, request: dict[str, Any], resume: str) -> WorkFolder:
             raise ResumeError(
                 f"{work} holds {at.name} of an interrupted healing that differs in"
                 f" {', '.join(differences(theirs, request))}: repeat that healing, or discard it with resume='never'"
-                " (--resume never)"
             )
         shutil.rmtree(work, ignore_errors=True)
     work.mkdir(exist_ok=True)

@@ -20,8 +20,7 @@ from mha2mla.healing.settings import Settings
 ATTENTION = ".self_attn."
 # Maps to and from the latent: what a source has not.
 _LATENT = ("kv_a_proj", "k_a_proj", "v_a_proj", "k_b_proj", "v_b_proj", "k_rope_proj", "q_b_proj")
-# A module's attributes: of attention, of a router, of nn.Dropout.
-_NOISE = frozenset({"attention_dropout", "jitter_noise", "p"})
+_NOISE = frozenset({"attention_dropout", "jitter_noise"})  # attributes of attention and of routers
 _LORA_ALPHA = 2  # scale of an adapter
 _WIDE = 2048  # hidden states from which activations are recomputed where memory is not tried
 
@@ -113,7 +112,7 @@ def prepare_models(teacher: nn.Module, student: nn.Module, device: torch.device,
         teacher.set_attn_implementation("sdpa")
     student.requires_grad_(False).set_attn_implementation(REPEATABLE_ATTENTION)
     for module in student.modules():  # the teacher has no such noise; the written config keeps the source's values
-        for name in _NOISE & vars(module).keys():
+        for name in ("p",) if isinstance(module, nn.Dropout) else _NOISE & vars(module).keys():
             setattr(module, name, 0.0)
     for name, parameter in student.named_parameters():
         parameter.requires_grad_(settings.train == "all" or (settings.train == "attention" and ATTENTION in name))

@@ -81,7 +81,8 @@ class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
         totals = common.seq_lens_cpu_upper_bound
         # Refused drafts are in the bound, which is exact for a part of a prompt. The decode op reads lengths on the
         # device; the mixed op, for longer drafts, needs exact ones on the host.
-        if totals is None or any(MAX_DECODE_QUERY_LENGTH < each <= self._longest_draft for each in query_lengths):
+        drafts = range(MAX_DECODE_QUERY_LENGTH + 1, self._longest_draft + 1)
+        if totals is None or (drafts and any(each in drafts for each in query_lengths)):
             totals = common.seq_lens.cpu()
         totals = totals[: common.num_reqs].tolist()
         step = self._steps.step(

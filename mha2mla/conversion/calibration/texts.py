@@ -87,11 +87,12 @@ def check_single_text(name: str | Path) -> None:
     Raises:
         ValueError: unknown builtin, no such file, texts joined by ``+``, or text that a model is to make up.
     """
-    if str(name) in (GENERATED, DIVERSE) and not Path(name).is_file():
-        raise ValueError(f"text {str(name)!r} is made up by a model, for calibration; expected {_EXPECTED}")
-    if not str(name).startswith(DATASET) and len(parts := _parts(name)) > 1:
-        raise ValueError(f"text {str(name)!r} is {len(parts)} texts joined by '+'; expected one: {_EXPECTED}")
-    _check_part(str(name))
+    name = str(name)
+    if name in (GENERATED, DIVERSE) and not Path(name).is_file():
+        raise ValueError(f"text {name!r} is made up by a model, for calibration; expected {_EXPECTED}")
+    if not name.startswith(DATASET) and len(parts := _parts(name)) > 1:
+        raise ValueError(f"text {name!r} is {len(parts)} texts joined by '+'; expected one: {_EXPECTED}")
+    _check_part(name)
 
 
 def check_text(name: str | Path) -> None:

@@ -83,6 +83,7 @@ def test_bad_input_is_named(named):
         ({"heads": 129, "num_kv_heads": 129}, "num_attention_heads is 129"),
         ({"qk_head_dim": 12}, "qk_head_dim is 12"),
         ({"v_head_dim": 264}, "v_head_dim is 264"),
+        ({"num_kv_heads": 0}, "the number of kv heads is 0; expected a divisor of H=6"),
         ({"page_size": 8}, "page_size is 8"),
         ({"page_size": 48}, "page_size is 48"),
         ({"seqlen_q": 9}, "seqlen_q is 9"),

@@ -106,6 +106,8 @@ def test_refusals_name_the_argument():
     geometry = MLAGeometry(32, 1, 512, 64, rope_from_latent=True)
     assert explain_mla_decode(geometry, 64, torch.bfloat16, "cuda:0") is None
     assert explain_mla_decode(geometry, 64, torch.bfloat16, "cuda:0", latent_dtype=torch.float8_e4m3fn) is None
+    with pytest.raises(ValueError, match="latent_dtype is torch.uint8"):
+        explain_mla_decode(geometry, 64, torch.bfloat16, "cuda:0", latent_dtype=torch.uint8)
     assert refuse(shape(9, 120, 64), codes=True).startswith("kv_lora_rank is 120; rows of e4m3 numbers")
     assert refuse(shape(32, 528, 64), codes=True).startswith("kv_lora_rank is 528; ")
     with pytest.raises(ValueError, match="e4m3 latents need 9.0"):
