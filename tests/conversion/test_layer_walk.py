@@ -194,7 +194,7 @@ def test_steps_feel_the_codes_and_gradients_pass(case, sources, tmp_path):
 
     encoder = "kv_a_proj.weight" if case == "llama" else "v_a_proj.weight"
     walks = [
-        sequence(sources(case), Recipe(**CODED, latent_bits=bits), tmp_path, windows=64, steps=steps)
+        sequence(sources(case), Recipe(**CODED, latent_bits=bits), tmp_path, windows=256, steps=steps)
         for bits, steps in ((3, LayerSteps(reconstruct=observed)), (16, LayerSteps()))
     ]
     coded, plain = map(first, walks)

@@ -5,6 +5,7 @@ coded rows, which are contiguous whatever their width; one or two warpgroups deq
 the ring of ``swap_ab_ws``, whose other parts are unchanged. ``codes_cluster`` does so for ``swap_ab_cluster``.
 """
 
+import struct
 from dataclasses import dataclass
 
 import tilelang.language as T
@@ -37,11 +38,22 @@ static __device__ __forceinline__ float widen_half(unsigned short bits) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(bits));
   return wide;
 }
-// (word & mask) | ones: a number whose last bits are a code
-static __device__ __forceinline__ float biased(unsigned word, unsigned mask, unsigned ones) {
+// of two bfloat16 each: a b + c, rounded once
+static __device__ __forceinline__ unsigned fused(unsigned a, unsigned b, unsigned c) {
+  unsigned two;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(two) : "r"(a), "r"(b), "r"(c));
+  return two;
+}
+static __device__ __forceinline__ unsigned product(unsigned a, unsigned b) {
+  unsigned two;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(two) : "r"(a), "r"(b));
+  return two;
+}
+// where the bits of a mask are 1 those of a, else of b
+static __device__ __forceinline__ unsigned merged(unsigned a, unsigned b, unsigned mask) {
   unsigned bits;
-  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(bits) : "r"(word), "r"(mask), "r"(ones));
-  return __uint_as_float(bits);
+  asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(bits) : "r"(mask), "r"(a), "r"(b));
+  return bits;
 }
 // two numbers plus those of their center, rounded once
 template <bool half>
@@ -56,16 +68,15 @@ static __device__ __forceinline__ unsigned add_center(float low, float high, uns
   }
   return two;
 }
-template <int bits, int row_words>
+// bend, zero: of the trellis's levels, and of the number of zero and 64, less; twice in bfloat16
+template <int bits, unsigned bend, unsigned zero>
 struct CodedUnit {  // elements 8 h to 8 h + 8 of block g, and those 16 further
-  static constexpr float low_bias = bits == 8 ? 32768 : 128, high_bias = bits == 8 ? 32768 : 2048;
-  static constexpr float middle = ((1 << bits) - 1) / 2.0f;
   unsigned words[bits == 8 ? 4 : 2], scale;
 
   __device__ __forceinline__ void load(const int* row, int g, int h) {
     const int* own = row + 1 + g * bits;
     scale = row[0];
-    if constexpr (bits < 4) {  // brought into the order of 4 bits
+    if constexpr (bits < 4) {  // nibbles
       words[0] = static_cast<unsigned>(own[0]) >> 2 * h & 0x33333333;
       words[1] = static_cast<unsigned>(own[1]) >> 2 * h & 0x33333333;
       if constexpr (bits == 3) {
@@ -74,44 +85,52 @@ struct CodedUnit {  // elements 8 h to 8 h + 8 of block g, and those 16 further
         words[1] |= (third >> 1 & 0x11111111) << 2;
       }
     } else {
-      words[0] = own[2 * h], words[1] = own[2 * h + 1];
-      if constexpr (bits == 8) words[2] = own[4 + 2 * h], words[3] = own[5 + 2 * h];
+      constexpr int each = bits == 8 ? 4 : 2;
+#pragma unroll
+      for (int v = 0; v < each; ++v) words[v] = own[each * h + v];
     }
   }
-  // codes plus their bias: four of the low run and of the high one
-  __device__ __forceinline__ void unpack(int i, float (&low)[4], float (&high)[4]) const {
-    if constexpr (bits == 8) {
+  static constexpr unsigned one = 0x3f803f80;
+  // Levels of run u, of elements 2 k and 2 k + 1. Nibble n of a word is that of element 2 (n % 4) + n / 4.
+  __device__ __forceinline__ void levels(int u, unsigned (&pairs)[4]) const {
+    const unsigned own = words[u], before = u ? words[0] : 0;
+    const unsigned half = own ^ (__funnelshift_l(before, own, 8) & 0x11111111);  // 2 m + (u ^ u2)
+    const unsigned last = __funnelshift_l(before, own, 5);                       // u1, a bit to the left
+    constexpr unsigned mask = 0x3c3c3c3c;  // numbers of levels, of 5 bits, from the second bit of a byte on
+    const unsigned even = merged(half << 2, last, mask), odd = merged(half >> 2, last >> 4, mask);
+    const unsigned fields[4] = {even, odd, even >> 8, odd >> 8};
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        low[j] = __uint_as_float(__byte_perm(words[i], 0x47000000, 0x7604 | j << 4));
-        high[j] = __uint_as_float(__byte_perm(words[2 + i], 0x47000000, 0x7604 | j << 4));
-      }
-    } else {
-      const unsigned up = words[i] << 8, down = words[i] >> 8, turned = __byte_perm(words[i], 0, 0x4034);
-      const unsigned in_low[4] = {turned, up, words[i], down}, in_high[4] = {up, words[i], down, turned};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        low[j] = biased(in_low[j], 0x000f0000, 0x43000000);
-        high[j] = biased(in_high[j], 0x0000f000, 0x45000000);
-      }
+    for (int k = 0; k < 4; ++k) {
+      unsigned x;  // 64 and the number
+      asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(x) : "r"(fields[k]), "r"(0x003e003e), "r"(0x42804280));
+      x = fused(x, one, zero);
+      pairs[k] = product(x, fused(product(x, x), bend, one));
     }
   }
   template <bool half>
   __device__ __forceinline__ void widen(unsigned (&two)[8], const unsigned* centers) const {
-    const float factor = __uint_as_float(scale & 0x7fffffff);  // the sign is the center's
-    const float low_least = -(low_bias + middle) * factor, high_least = -(high_bias + middle) * factor;
-    const unsigned second = -(scale >> 31);
+    const unsigned length = scale & 0x7fffffff, second = -(scale >> 31);  // the sign is the center's
+    const float factor = __uint_as_float(length);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float low[4], high[4];
-      unpack(i, low, high);
+    for (int u = 0; u < 2; ++u) {
+      unsigned pairs[4];
+      if constexpr (bits < 8) levels(u, pairs);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) low[j] = low[j] * factor + low_least, high[j] = high[j] * factor + high_least;
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int e = 2 * i + j;
-        two[e] = add_center<half>(low[2 * j], low[2 * j + 1], centers[e] ^ (centers[8 + e] & second));
-        two[4 + e] = add_center<half>(high[2 * j], high[2 * j + 1], centers[4 + e] ^ (centers[12 + e] & second));
+      for (int k = 0; k < 4; ++k) {
+        const int e = 4 * u + k;
+        const unsigned center = centers[e] ^ (centers[8 + e] & second);
+        if constexpr (bits == 8) {
+          constexpr float middle = 32768 + 127.5f;  // a byte becomes 32768 and itself
+          const float least = -middle * factor;
+          const float low = __uint_as_float(__byte_perm(words[2 * u], 0x47000000, 0x7604 | k << 4));
+          const float high = __uint_as_float(__byte_perm(words[2 * u + 1], 0x47000000, 0x7604 | k << 4));
+          two[e] = add_center<half>(low * factor + least, high * factor + least, center);
+        } else if constexpr (half) {
+          const float low = __uint_as_float(pairs[k] << 16), high = __uint_as_float(pairs[k] & 0xffff0000u);
+          two[e] = add_center<half>(low * factor, high * factor, center);
+        } else {
+          two[e] = fused(pairs[k], __byte_perm(length, 0, 0x3232), center);
+        }
       }
     }
   }
@@ -129,10 +148,10 @@ static __device__ __forceinline__ void load_centers(unsigned* centers, const voi
 }
 // A thread's unit of the rows of a piece: 4 (pair / 2) + pair % 2 + 2 odd, and so on by ``pairs`` pairs; ``ahead`` are
 // loaded before any is stored. ``all``: every thread has a row in every round.
-template <bool half, int bits, int row_words, int pairs, bool all, int ahead>
+template <bool half, int bits, unsigned bend, unsigned zero, int row_words, int pairs, bool all, int ahead>
 static __device__ __forceinline__ void widen_piece(void* panel, const void* codes, const unsigned* centers, int pair,
                                                    int odd, int chunk, int g, int h, int held) {
-  using Unit = CodedUnit<bits, row_words>;
+  using Unit = CodedUnit<bits, bend, zero>;
   constexpr int rounds = (8 + pairs - 1) / pairs;
 #pragma unroll(ahead > 1 ? rounds : 1)  // of fewer registers, where those are short
   for (int first = 0; first < rounds; first += ahead) {
@@ -179,6 +198,12 @@ class CodedTypes(MLATypes):
         rows = machine.strided("lc", [self.num_pages, shape.page_size * shape.row_bytes], "uint8")
         centers = T.Tensor([2, shape.kv_lora_rank], shape.dtype)
         self.data = {**first, "latent_cache": rows, "centers": centers, **self.data}
+
+
+def twice(value: float) -> int:
+    """Two copies of a number of bfloat16 in 32 bits."""
+    (bits,) = struct.unpack(">H", struct.pack(">f", value)[:2])
+    return bits * 0x10001
 
 
 def coded_row(shape: CodedShape, on_cpu: bool = False) -> CodedRow:
@@ -238,6 +263,12 @@ class Codes:
     # no two of eight threads write to the same banks.
     groups_of_row = property(lambda k: k.units // k.quads)
     at_once = property(lambda k: k.wideners // (2 * k.quads) // k.groups_of_row)  # pairs of rows
+
+    @property
+    def curve(self) -> str:
+        """C++ arguments: the bend of a trellis's levels, and what makes 64 and a level's number that level's x."""
+        trellis = self.row.trellis
+        return "0, 0" if trellis is None else f"{twice(trellis.bend)}, {twice(-64 - trellis.middle)}"
 
     @property
     def rounds(self) -> str:
@@ -344,7 +375,7 @@ def widen(k, half, work, memory, call, thread):
                 T.barrier_wait(memory.codes_full[at], (m // code_stages) & 1)
                 T.call_extern(
                     "handle",
-                    f"widen_piece<{k.half}, {row.bits}, {row.words}, {k.rounds}>",
+                    f"widen_piece<{k.half}, {row.bits}, {k.curve}, {row.words}, {k.rounds}>",
                     T.access_ptr(memory.c_ring[slot, v * PIECE, column // 64 * 64], OPAQUE, 64 * PIECE),
                     T.access_ptr(memory.codes[at, 0, 0], "r", PIECE * row.words),
                     T.access_ptr(centers[0], "r", 4 * RUN),

@@ -12,27 +12,33 @@ from torch.nn import functional as F
 from mha2mla.geometry import CODE_BLOCK, SCALE_BYTES, code_bytes
 from mha2mla.kernels.ops import argument_error, register, register_kernel, runs_compiled
 from mha2mla.kernels.rope_append.api import write_rows
+from mha2mla.kernels.row_codes.trellis import CHAIN, CURVES, Trellis
 
 PLANES = (8, 4, 2, 1)  # bits of a code are stored in planes of these widths, so that no code crosses a byte
 # Steps, in standard deviations, that lose least of normally distributed elements when codes of so many bits are evenly
 # spaced (J. Max, "Quantizing for minimum distortion", 1960, table II).
-STEPS = {1: 1.596, 2: 0.9957, 3: 0.5860, 4: 0.3352, 5: 0.1881, 6: 0.1041, 7: 0.0568, 8: 0.0308}
+STEPS = {5: 0.1881, 6: 0.1041, 7: 0.0568, 8: 0.0308}
 
 
 @dataclass(frozen=True)
 class RowQuantizer:
-    """Integer codes of rows: code k of 2^bits stands for (k - (2^bits - 1) / 2) times the row's scale.
+    """Integer codes of rows: a code stands for a level times the row's scale.
+
+    Up to 4 bits, levels are those of a :class:`~mha2mla.kernels.row_codes.trellis.Trellis`; from 5 bits on, code k of
+    2^bits is the level k - (2^bits - 1) / 2.
 
     A random rotation makes the elements of any row nearly normally distributed. So one scale does for all, and codes
     are found by the step that loses least of such elements, a number of their root mean squares; elements beyond the
-    last code become that code. A row whose largest element is nearer has a smaller step. Codes by that step alone are
-    shorter than their row by its relative error: 4 % in 3 bits, for all tokens alike, which attention does not average
-    out. The stored scale makes up for it: what a row gives back has the row's length along it (as in RaBitQ, arXiv
-    2405.12497), and what is left of the error is across.
+    last level become that level. (A row whose largest element is nearer has a smaller step, where levels are evenly
+    spaced.) Codes by that step alone are shorter than their row by its relative error: 3 % in 3 bits, for all tokens
+    alike, which attention does not average out. The stored scale makes up for it: what a row gives back has the row's
+    length along it (as in RaBitQ, arXiv 2405.12497), and what is left of the error is across. Up to 4 bits the scale
+    is rounded to 8 significant bits, so that a level times a scale is exact in float32, and in one fused product and
+    sum of bfloat16.
 
-    A row is coded by itself, from its float32 values, to the nearest code: the same bytes in any batch, in any order.
-    A coded row is bytes: the scale in float32, then the codes in blocks of 32 elements. A NaN or an infinity makes its
-    row NaN and touches no other.
+    A row is coded by itself, from its float32 values: the same bytes in any batch, in any order. A coded row is bytes:
+    the scale in float32, then the codes in blocks of 32 elements, of which the runs of 8 elements h and h + 2 are a
+    chain, even elements of a run before odd ones. A NaN or an infinity makes its row NaN and touches no other.
 
     With ``centers`` [2, width], codes are of a row's difference from the nearer one; the sign of the scale says which:
     negative for the second.
@@ -47,13 +53,18 @@ class RowQuantizer:
     bits: int
 
     def __post_init__(self) -> None:
-        if self.bits not in STEPS:
+        if self.bits not in CURVES and self.bits not in STEPS:
             raise ValueError(f"bits is {self.bits}; expected 1 to 8")
 
     @property
     def middle(self) -> float:
-        """What stands for zero: half of the last code."""
+        """From 5 bits on: what stands for zero, half of the last code."""
         return (2**self.bits - 1) / 2
+
+    @property
+    def trellis(self) -> Trellis | None:
+        """Up to 4 bits: what codes stand for."""
+        return Trellis(self.bits) if self.bits in CURVES else None
 
     def bytes_per_row(self, width: int) -> int:
         """Bytes of a coded row of ``width`` elements: its scale, and codes with their padding."""
@@ -61,8 +72,7 @@ class RowQuantizer:
 
     def encode(self, rows: Tensor, centers: Tensor | None = None) -> Tensor:
         """``rows`` [..., width] of any floating dtype as uint8 [..., bytes_per_row(width)]."""
-        codes, scale, is_second = _find_codes(rows, centers, self.bits)
-        codes = F.pad(codes.to(torch.uint8), (0, -rows.shape[-1] % CODE_BLOCK)).unflatten(-1, (-1, CODE_BLOCK))
+        codes, _, scale, is_second = _find_codes(rows, centers, self.bits)
         packed = [_pack(codes >> shift & (1 << plane) - 1, plane) for plane, shift in self._planes()]
         stored = torch.where(is_second, -scale, scale)
         return torch.cat((stored.view(torch.uint8), torch.cat(packed, -1).flatten(-2)), -1)
@@ -76,20 +86,13 @@ class RowQuantizer:
         sizes = [CODE_BLOCK * plane // 8 for plane, _ in self._planes()]
         packed = codes.unflatten(-1, (-1, sum(sizes))).split(sizes, -1)
         values = sum(_unpack(part, plane) << shift for part, (plane, shift) in zip(packed, self._planes(), strict=True))
-        return self._rows(values.flatten(-2)[..., :width], scale.abs(), scale.signbit(), centers, dtype)
+        levels = _from_chains(_levels(values.unflatten(-1, (-1, CHAIN)), self.bits), width)
+        return _rows(levels, scale.abs(), scale.signbit(), centers, dtype)
 
     def round(self, rows: Tensor, centers: Tensor | None = None) -> Tensor:
         """``rows`` [..., width] as their codes give them back, in the same dtype."""
-        return self._rows(*_find_codes(rows, centers, self.bits), centers, rows.dtype)
-
-    def _rows(
-        self, codes: Tensor, scale: Tensor, is_second: Tensor, centers: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
-        """What :func:`_find_codes` found, as rows in ``dtype``."""
-        rows = (codes.float() - self.middle) * scale
-        if centers is not None:
-            rows = rows + centers.float()[is_second[..., 0].long()]
-        return rows.to(dtype)
+        _, *found = _find_codes(rows, centers, self.bits)
+        return _rows(*found, centers, rows.dtype)
 
     def _planes(self) -> Iterator[tuple[int, int]]:
         """Width and shift of each plane that a code is stored in: bits 0 and 1, then bit 2, of 3 bits."""
@@ -100,36 +103,72 @@ class RowQuantizer:
                 shift += plane
 
 
-def _found_codes(rows: Tensor, centers: Tensor | None, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [..., width], float32, of rows [..., width]; scales [..., 1], float32; and which are coded from the second
-    center [..., 1]. Products are exact in float64, so that their sums do not depend on the order."""
-    rows, middle = rows.float().contiguous(), RowQuantizer(bits).middle  # the layout that is promised
+def _rows(levels: Tensor, scale: Tensor, is_second: Tensor, centers: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Rows [..., width] in ``dtype``, of their levels, scales and centers."""
+    rows = levels * scale
+    if centers is not None:
+        rows = rows + centers.float()[is_second[..., 0].long()]
+    return rows.to(dtype)
+
+
+def _levels_of(chains: Tensor, bits: int) -> Tensor:
+    """Levels [..., 16], float32, of codes [..., 16] of chains."""
+    quantizer = RowQuantizer(bits)
+    return chains.float() - quantizer.middle if quantizer.trellis is None else quantizer.trellis.decode(chains)
+
+
+_levels = register(
+    "levels_of_codes(Tensor chains, int bits) -> Tensor",
+    _levels_of,
+    lambda chains, bits: chains.new_empty(chains.shape, dtype=torch.float32),
+)
+
+
+@torch.no_grad()
+def _found_codes(rows: Tensor, centers: Tensor | None, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes [..., blocks, 32], uint8, by chains, of rows [..., width]; their levels [..., width] and scales [..., 1],
+    float32; and which are coded from the second center [..., 1]. Products are exact in float64, so that their sums do
+    not depend on the order."""
+    quantizer, width = RowQuantizer(bits), rows.shape[-1]
+    trellis, middle = quantizer.trellis, quantizer.middle
+    rows = rows.float().contiguous()  # the layout that is promised
     is_second = torch.zeros_like(rows[..., :1], dtype=torch.bool)
     if centers is not None:
         first, second = (rows - center for center in centers.float())
         is_second = _energy(second) < _energy(first)
         rows = torch.where(is_second, second, first)
     energy = _energy(rows)
-    spread = STEPS[bits] * (energy / rows.shape[-1]).sqrt()
-    step = torch.minimum(spread, rows.abs().amax(-1, keepdim=True).double() / middle).float()
-    codes = torch.where(step > 0, rows / step + middle, 0.0).round().clamp(0, 2**bits - 1)
-    along = (rows.double() * (codes - middle).double()).sum(-1, keepdim=True)
+    step = (energy / width).sqrt() * (STEPS[bits] if trellis is None else trellis.unit)
+    if trellis is None:
+        step = torch.minimum(step, rows.abs().amax(-1, keepdim=True).double() / middle)
+    step = step.float()
+    is_number, has_codes = step.isfinite(), step.isfinite() & (step > 0)
+    chains = _to_chains(torch.where(has_codes, rows / step, 0.0))
+    if trellis is None:
+        codes = (chains + middle).round().clamp(0, 2**bits - 1).to(torch.uint8)
+    else:
+        codes = trellis.find_codes(chains.reshape(-1, CHAIN)).view(chains.shape)
+    codes = torch.where(has_codes[..., None, None], codes, 0)
+    levels = _from_chains(_levels_of(codes, bits), width)
+    along = (rows.double() * levels.double()).sum(-1, keepdim=True)
     scale = torch.where(step == 0, 0.0, energy / along).float()
-    is_number = step.isfinite()
-    return torch.where(is_number, codes, 0.0), torch.where(is_number, scale, torch.nan), is_second
+    if trellis is not None:
+        scale = scale.bfloat16().float()
+    return codes.flatten(-2), levels, torch.where(is_number, scale, torch.nan), is_second
 
 
-def _empty_codes(rows: Tensor, _: Tensor | None, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    made = rows.new_empty(rows.shape, dtype=torch.float32)
-    scale = made.new_empty(*rows.shape[:-1], 1)
-    return made, scale, scale.new_empty(scale.shape, dtype=torch.bool)
+def _empty_codes(rows: Tensor, _: Tensor | None, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    blocks = -(-rows.shape[-1] // CODE_BLOCK)
+    scale = rows.new_empty(*rows.shape[:-1], 1, dtype=torch.float32)
+    codes = rows.new_empty(*rows.shape[:-1], blocks, CODE_BLOCK, dtype=torch.uint8)
+    return codes, rows.new_empty(rows.shape, dtype=torch.float32), scale, scale.new_empty(scale.shape, dtype=torch.bool)
 
 
 # An op, so that torch.compile leaves it as it is: of these reductions Inductor makes one Triton kernel, which writes
 # rows and reads them again. Triton 3.6 lets other threads read than wrote, without a barrier between them
 # (github.com/triton-lang/triton/issues/10924): now and then codes were those of what the memory had held before.
 _find_codes = register(
-    "find_codes(Tensor rows, Tensor? centers, int bits) -> (Tensor, Tensor, Tensor)", _found_codes, _empty_codes
+    "find_codes(Tensor rows, Tensor? centers, int bits) -> (Tensor, Tensor, Tensor, Tensor)", _found_codes, _empty_codes
 )
 
 
@@ -138,17 +177,40 @@ def _energy(rows: Tensor) -> Tensor:
     return rows.double().square().sum(-1, keepdim=True)
 
 
+def _to_chains(rows: Tensor) -> Tensor:
+    """Rows [..., width] as [..., blocks, 2, 16]: padded with zeros, chain h has runs h and h + 2 of 8 elements."""
+    blocks = F.pad(rows, (0, -rows.shape[-1] % CODE_BLOCK)).unflatten(-1, (-1, 2, 2, 4, 2))  # run 2 u + h, pair, place
+    return blocks.transpose(-4, -3).transpose(-2, -1).flatten(-3)
+
+
+def _from_chains(chains: Tensor, width: int) -> Tensor:
+    """The inverse of :func:`_to_chains`."""
+    blocks = chains.unflatten(-1, (2, 2, 4))
+    return blocks.transpose(-4, -3).transpose(-2, -1).flatten(-5)[..., :width].contiguous()
+
+
 def _pack(values: Tensor, plane: int) -> Tensor:
-    """Values [..., 32] below 2^plane as bytes; byte j has elements j, j + bytes, … from its low bits."""
-    values = values.unflatten(-1, (8 // plane, -1))
-    shifts = torch.arange(0, 8, plane, dtype=torch.uint8, device=values.device)[:, None]
-    return (values << shifts).sum(-2, dtype=torch.uint8)
+    """Values [..., 32] below 2^plane, by chains, as bytes. In planes of 8 bits each is a byte. Else runs of 8 values
+    share a word, a nibble each: run r has word r % plane, and bits plane * (r // plane) of the nibbles on."""
+    if plane == 8:
+        return values
+    shifts = _shifts(plane, values.device)
+    shifted = values.unflatten(-1, (len(shifts), plane, 4, 2)) << shifts
+    return shifted.sum((-4, -1), dtype=torch.uint8).flatten(-2)
 
 
 def _unpack(packed: Tensor, plane: int) -> Tensor:
     """The inverse of :func:`_pack`."""
-    shifts = torch.arange(0, 8, plane, dtype=torch.uint8, device=packed.device)[:, None]
-    return (packed[..., None, :] >> shifts & (1 << plane) - 1).flatten(-2)
+    if plane == 8:
+        return packed
+    shifts = _shifts(plane, packed.device)
+    return (packed.unflatten(-1, (plane, 4))[..., None, :, :, None] >> shifts & (1 << plane) - 1).flatten(-4)
+
+
+def _shifts(plane: int, device: torch.device) -> Tensor:
+    """[4 / plane, 1, 1, 2], uint8: of the runs that share a word, and of the two nibbles of a byte."""
+    runs = torch.arange(0, 4, plane, dtype=torch.uint8, device=device)[:, None, None, None]
+    return runs + torch.arange(0, 8, 4, dtype=torch.uint8, device=device)
 
 
 def append_codes(

@@ -1,11 +1,12 @@
 """Kernels over paged caches of codes: rows coded as they are appended, and pages dequantised.
 
-A coded row is read as 32-bit words. A thread takes a unit: of a block of 32 codes the runs of 8 elements h and h + 2,
-whose codes share words where they have at most 4 bits.
+A coded row is read as 32-bit words. A thread takes a unit, which is a chain: of a block of 32 codes the runs of 8
+elements h and h + 2, as nibbles of two words (and of two more where codes have more than 4 bits).
 """
 
 import math
 from dataclasses import dataclass
+from itertools import product
 
 import tilelang.language as T
 import torch
@@ -34,29 +35,55 @@ class CodedRow:
     blocks = property(lambda k: k.width // CODE_BLOCK)
     units = property(lambda k: k.blocks * RUNS)
     words = property(lambda k: HEADER + k.blocks * k.bits)  # as many words of a block as bits of a code
-    middle = property(lambda k: RowQuantizer(k.bits).middle)
+    middle = property(lambda k: RowQuantizer(k.bits).middle if k.trellis is None else k.trellis.middle)
+    trellis = property(lambda k: RowQuantizer(k.bits).trellis)
 
     @property
-    def planes(self) -> list[tuple[int, int, int, int]]:
-        """Planes of a block's codes: bits, shift in a code, first word and bytes of each."""
+    def planes(self) -> list[tuple[int, int]]:
+        """Planes of a block's codes: bits, and shift in a code, which is the first word, too."""
         found, shift = [], 0
         for plane in PLANES:
             if self.bits & plane:
-                found.append((plane, shift, shift, CODE_BLOCK * plane // 8))
+                found.append((plane, shift))
                 shift += plane
         return found
 
     def product(self, a, b):
         return a * b if self.on_cpu or self.fused else T.ieee_mul(a, b)
 
+    def exact_product(self, a, b):
+        return a * b if self.on_cpu else T.ieee_mul(a, b)
+
+    def rounded(self, value):
+        """To 8 significant bits (Veltkamp's splitting), of what is far from the ends of float32."""
+        large = self.exact_product(value, T.float32(2**16 + 1))
+        return large - (large - value)
+
+    def level(self, number):
+        """Level ``number``, an int32 expression; see :mod:`mha2mla.kernels.row_codes.trellis`."""
+        x = T.cast(number, T.float32) - T.float32(self.middle)
+        if self.trellis is None:
+            return x
+        square = self.rounded(self.exact_product(x, x))
+        bent = self.rounded(self.exact_product(square, T.float32(self.trellis.bend)) + 1.0)
+        return self.rounded(self.exact_product(x, bent))
+
+
+def element_of(n: int) -> int:
+    """Element of a run that is the ``n``-th of a chain."""
+    return 2 * (n % 4) + n // 4
+
 
 class Unit(Buffers):
-    """A thread's unit of a row: ``values`` [16] of its two runs, ``words`` they come from; ``scale`` of its row;
-    ``second``: 1 where the row is coded from the second center."""
+    """A thread's unit of a row: ``values`` [16] of its two runs; ``low`` and ``high``: the first and the other four
+    bits of its codes, a word a run; ``scale`` of its row; ``second``: 1 where the row is coded from the second
+    center."""
 
     def __init__(self):
         super().__init__(
-            words=T.alloc_local([4], T.int32),
+            word=T.alloc_local([1], T.int32),
+            low=T.alloc_local([2], T.int32),
+            high=T.alloc_local([2], T.int32),
             values=T.alloc_local([2 * RUN], T.float32),
             scale=T.alloc_local([1], T.float32),
             second=T.alloc_local([1], T.int32),
@@ -72,42 +99,63 @@ def word_at(source, at, index):
     return T.bitwise_or(T.bitwise_or(parts[0], parts[1]), T.bitwise_or(parts[2], parts[3]))
 
 
+def bits_at(word, place, count: int):
+    """``count`` bits of a word from ``place`` on."""
+    return T.bitwise_and(T.shift_right(word, place), 2**count - 1)
+
+
+def mask_of(plane: int) -> int:
+    """The first ``plane`` bits of every nibble, as an int32."""
+    return (2**plane - 1) * 0x11111111 - (2**32 if plane == 4 else 0)
+
+
+@T.macro
+def load_codes(k, source, at, g, h, x):
+    """Codes of unit ``h`` of block ``g`` of the row ``source[*at]``."""
+    for u in list(range(2)):
+        x.low[u] = 0
+        x.high[u] = 0
+    for plane, shift in k.planes:
+        for u in list(range(2)):
+            if plane == 8:  # a byte is a code
+                for v in list(range(2)):
+                    x.word[0] = word_at(source, at, HEADER + g * k.bits + 4 * h + 2 * u + v)
+                    for b in list(range(4)):
+                        n = 4 * v + b
+                        x.low[u] = T.bitwise_or(x.low[u], T.shift_left(bits_at(x.word[0], 8 * b, 4), 4 * n))
+                        x.high[u] = T.bitwise_or(x.high[u], T.shift_left(bits_at(x.word[0], 8 * b + 4, 4), 4 * n))
+            else:
+                run = 2 * h + u
+                x.word[0] = word_at(source, at, HEADER + g * k.bits + shift + run % plane)
+                x.word[0] = T.bitwise_and(T.shift_right(x.word[0], plane * (run // plane)), T.int32(mask_of(plane)))
+                if shift < 4:
+                    x.low[u] = T.bitwise_or(x.low[u], T.shift_left(x.word[0], shift))
+                else:
+                    x.high[u] = T.bitwise_or(x.high[u], T.shift_left(x.word[0], shift - 4))
+
+
+def number_of(k, x, u: int, n: int):
+    """Number of the level of the ``n``-th element of run ``u``."""
+    code = bits_at(x.low[u], 4 * n, 4)
+    if k.trellis is None:
+        return T.bitwise_or(code, T.shift_left(bits_at(x.high[u], 4 * n, 4), 4))
+    one, two = (
+        bits_at(x.low[u if n >= back else u - 1], 4 * ((n - back) % RUN), 1) if 8 * u + n >= back else 0
+        for back in (1, 2)
+    )
+    return 4 * T.shift_right(code, 1) + 2 * T.bitwise_xor(T.bitwise_and(code, 1), two) + one
+
+
 @T.macro
 def dequantise(k, source, at, g, h, x):
     """Unit ``h`` of block ``g`` of the row ``source[*at]``, less its center."""
-    x.words[0] = word_at(source, at, 0)
-    x.second[0] = T.bitwise_and(T.shift_right(x.words[0], 31), 1)
-    x.words[0] = T.bitwise_and(x.words[0], 0x7FFFFFFF)  # the C target reinterprets variables alone
-    x.scale[0] = T.reinterpret(x.words[0], T.float32)
-    for e in T.unroll(2 * RUN):
-        x.values[e] = 0.0
-    for bits, shift, word, size in list(k.planes):
-        first = HEADER + g * k.bits + word
-        if bits == 8:  # a byte is a code
-            for v in list(range(4)):
-                x.words[v] = word_at(source, at, first + v // 2 * (CODE_BLOCK // 8) + 2 * h + v % 2)
-            for e in list(range(2 * RUN)):
-                x.values[e] = T.cast(T.bitwise_and(T.shift_right(x.words[e // 4], e % 4 * 8), 255), T.float32)
-        elif size >= RUN:
-            for v in list(range(2)):
-                x.words[v] = word_at(source, at, first + h % (size // RUN) * 2 + v)
-            for e in list(range(2 * RUN)):
-                place = e % 4 * 8 + bits * (h // (size // RUN) + e // RUN * (CODE_BLOCK // 2 // size))
-                x.values[e] += T.cast(
-                    T.shift_left(
-                        T.bitwise_and(T.shift_right(x.words[e % RUN // 4], place), 2**bits - 1), shift
-                    ),
-                    T.float32,
-                )  # fmt: skip
-        else:  # 4 bytes, of 32 elements a bit each
-            x.words[0] = word_at(source, at, first)
-            for e in list(range(2 * RUN)):
-                place = e % 4 * 8 + 2 * h + e % RUN // 4 + e // RUN * (CODE_BLOCK // 8)
-                x.values[e] += T.cast(
-                    T.shift_left(T.bitwise_and(T.shift_right(x.words[0], place), 1), shift), T.float32
-                )
-    for e in T.unroll(2 * RUN):
-        x.values[e] = k.product(x.values[e] - T.float32(k.middle), x.scale[0])
+    load_codes(k, source, at, g, h, x)
+    x.word[0] = word_at(source, at, 0)
+    x.second[0] = bits_at(x.word[0], 31, 1)
+    x.word[0] = T.bitwise_and(x.word[0], 0x7FFFFFFF)  # the C target reinterprets variables alone
+    x.scale[0] = T.reinterpret(x.word[0], T.float32)
+    for u, n in list(product(range(2), range(RUN))):
+        x.values[u * RUN + element_of(n)] = k.product(k.level(number_of(k, x, u, n)), x.scale[0])
 
 
 def pages_of(k: CodedRow, pages, page_size: int, page_words: int | None):
@@ -178,7 +226,7 @@ def make_append_codes(
     *, width: int, bits: int, page_size: int, dtype: str, center_dtype: str | None,
     page_words: int | None = None, on_cpu: bool = False,
 ):  # fmt: skip
-    """A TileLang function ``append_codes``, a warp a row and a lane a block.
+    """A TileLang function ``append_codes``, a warp a row and a lane a unit.
 
     Args:
         width, bits, page_size, center_dtype, page_words, on_cpu: as of :func:`make_read_codes`.
@@ -189,19 +237,15 @@ def make_append_codes(
     """
     k = CodedRow(width, bits, on_cpu)
     lanes = 1 if on_cpu else 32
-    rounds = -(-k.blocks // lanes)
+    rounds = -(-k.units // lanes)
     near, tokens, pages = center_dtype or dtype, T.dynamic("tokens"), T.dynamic("pages")
 
     @T.macro
-    def load_block(rows, centers, token, g, x):
-        """Elements of a block, less their center."""
-        for r in T.serial(CODE_BLOCK // RUN):
-            for v in T.vectorized(RUN):
-                x.vector[v] = rows[token, g * CODE_BLOCK + r * RUN + v]
-            for v in T.unroll(RUN):
-                x.values[r * RUN + v] = T.cast(x.vector[v], T.float32)
-                if center_dtype is not None:
-                    x.values[r * RUN + v] -= T.cast(centers[x.second[0], g * CODE_BLOCK + r * RUN + v], T.float32)
+    def load_element(rows, centers, token, column, x):
+        """An element, less its center."""
+        x.value[0] = T.cast(rows[token, column], T.float32)
+        if center_dtype is not None:
+            x.value[0] -= T.cast(centers[x.second[0], column], T.float32)
 
     @T.macro
     def add_up(x, c):
@@ -219,12 +263,11 @@ def make_append_codes(
             x.sums[c] = T.float64(0)
             x.largest[c] = 0.0
             x.second[0] = c
-            for r in T.serial(rounds):
-                if r * lanes + lane < k.blocks:
-                    load_block(rows, centers, token, r * lanes + lane, x)
-                    for e in T.serial(CODE_BLOCK):
-                        x.sums[c] += T.cast(x.values[e], "float64") * T.cast(x.values[e], "float64")
-                        x.largest[c] = T.max(x.largest[c], T.max(x.values[e], -x.values[e]))
+            for e in T.serial(-(-width // lanes)):
+                if e * lanes + lane < width:
+                    load_element(rows, centers, token, e * lanes + lane, x)
+                    x.sums[c] += T.cast(x.value[0], "float64") * T.cast(x.value[0], "float64")
+                    x.largest[c] = T.max(x.largest[c], T.max(x.value[0], -x.value[0]))
             add_up(x, c)
         x.second[0] = 0
         if center_dtype is not None:
@@ -232,22 +275,90 @@ def make_append_codes(
                 x.second[0] = 1
                 x.sums[0] = x.sums[1]
                 x.largest[0] = x.largest[1]
-        x.bounds[0] = T.float64(STEPS[bits]) * T.sqrt(x.sums[0] / T.float64(width))
-        x.bounds[1] = T.cast(x.largest[0], "float64") / T.float64(k.middle)
+        x.bounds[0] = T.sqrt(x.sums[0] / T.float64(width)) * T.float64(
+            STEPS[bits] if k.trellis is None else k.trellis.unit
+        )
+        if k.trellis is None:
+            x.bounds[0] = T.min(x.bounds[0], T.cast(x.largest[0], "float64") / T.float64(k.middle))
         x.word[0] = T.int32(NAN)
         x.step[0] = T.reinterpret(x.word[0], T.float32)
         if x.sums[0] < T.float64(math.inf):  # not for NaN
-            x.step[0] = T.cast(T.min(x.bounds[0], x.bounds[1]), T.float32)
+            x.step[0] = T.cast(x.bounds[0], T.float32)
 
     @T.macro
-    def find_codes(x):
-        for e in T.serial(CODE_BLOCK):
-            x.codes[e] = 0
-            if x.step[0] > 0:
-                x.code[0] = T.call_extern("float32", "nearbyintf", x.values[e] / x.step[0] + T.float32(k.middle))
+    def add_along(x, level):
+        x.sums[1] += T.cast(x.value[0], "float64") * T.cast(level, "float64")
+
+    @T.macro
+    def find_codes(rows, centers, token, first, x):
+        """Codes from 5 bits on of the unit whose first column is ``first``: ``low`` and ``high``."""
+        for u in list(range(2)):
+            for n in T.serial(RUN):
+                load_element(rows, centers, token, first + RUNS * RUN * u + 2 * (n % 4) + n // 4, x)
+                x.code[0] = T.call_extern("float32", "nearbyintf", x.value[0] / x.step[0] + T.float32(k.middle))
                 x.code[0] = T.max(0.0, T.min(x.code[0], T.float32(2**bits - 1)))
-                x.codes[e] = T.cast(x.code[0], T.int32)
-                x.sums[1] += T.cast(x.values[e], "float64") * T.cast(x.code[0] - T.float32(k.middle), "float64")
+                x.word[0] = T.cast(x.code[0], T.int32)
+                x.low[u] = T.bitwise_or(x.low[u], T.shift_left(bits_at(x.word[0], 0, 4), 4 * n))
+                x.high[u] = T.bitwise_or(x.high[u], T.shift_left(bits_at(x.word[0], 4, 4), 4 * n))
+                add_along(x, x.code[0] - T.float32(k.middle))
+
+    @T.macro
+    def find_path(rows, centers, token, first, x):
+        """Codes up to 4 bits: ``low``; see :meth:`Trellis.find_codes`."""
+        for s in list(range(4)):
+            x.cost[s] = T.float32(math.inf if s else 0)
+            x.turns[s] = 0
+        for u in list(range(2)):
+            for j in list(range(4)):
+                x.numbers[4 * u + j] = 0
+            for n in T.serial(RUN):
+                load_element(rows, centers, token, first + RUNS * RUN * u + 2 * (n % 4) + n // 4, x)
+                x.value[0] = x.value[0] / x.step[0]
+                for j in list(range(4)):
+                    levels, between = k.trellis.subset(j)
+                    x.near[j] = T.float32(levels[0])
+                    x.word[0] = 0
+                    for m in list(range(len(between))):
+                        if x.value[0] > T.float32(between[m]):
+                            x.near[j] = T.float32(levels[m + 1])
+                            x.word[0] = m + 1
+                    x.near[j] = x.value[0] - x.near[j]
+                    x.near[j] = k.exact_product(x.near[j], x.near[j])
+                    x.numbers[4 * u + j] = T.bitwise_or(x.numbers[4 * u + j], T.shift_left(x.word[0], 4 * n))
+                for s in list(range(4)):  # 2 u + u1 of this element
+                    x.path[0] = x.cost[2 * (s % 2)] + x.near[s]
+                    x.path[1] = x.cost[2 * (s % 2) + 1] + x.near[s ^ 2]
+                    x.next[s] = x.path[0]
+                    if x.path[1] < x.path[0]:
+                        x.next[s] = x.path[1]
+                        x.turns[s] = T.bitwise_or(x.turns[s], T.shift_left(1, RUN * u + n))
+                for s in list(range(4)):
+                    x.cost[s] = x.next[s]
+        x.state[0] = 0
+        for s in list(range(1, 4)):
+            if x.cost[s] < x.cost[0]:
+                x.cost[0] = x.cost[s]
+                x.state[0] = s
+        for u in (1, 0):
+            for v in T.serial(RUN):
+                n = RUN - 1 - v
+                x.word[0] = x.turns[0]
+                for s in list(range(1, 4)):
+                    if x.state[0] == s:
+                        x.word[0] = x.turns[s]
+                x.word[0] = bits_at(x.word[0], RUN * u + n, 1)  # u2
+                x.number[0] = T.bitwise_xor(x.state[0], 2 * x.word[0])  # of the subset
+                x.code[0] = 0.0
+                x.word[1] = x.numbers[4 * u]
+                for j in list(range(1, 4)):
+                    if x.number[0] == j:
+                        x.word[1] = x.numbers[4 * u + j]
+                x.word[1] = bits_at(x.word[1], 4 * n, 3)
+                load_element(rows, centers, token, first + RUNS * RUN * u + 2 * (n % 4) + n // 4, x)
+                x.code[0] = k.level(4 * x.word[1] + x.number[0])
+                add_along(x, x.code[0])
+                x.low[u] = T.bitwise_or(x.low[u], T.shift_left(2 * x.word[1] + T.shift_right(x.state[0], 1), 4 * n))
+                x.state[0] = 2 * T.bitwise_and(x.state[0], 1) + x.word[0]
 
     @T.macro
     def store_scale(latent_cache, at, x):
@@ -255,25 +366,38 @@ def make_append_codes(
         if x.step[0] > 0:
             x.code[0] = T.cast(x.sums[0] / x.sums[1], T.float32)
         x.word[0] = T.bitwise_and(T.reinterpret(x.code[0], T.int32), 0x7FFFFFFF)  # zero may be negative
+        if k.trellis is not None:  # to 8 significant bits, to nearest even
+            x.word[0] += 0x7FFF + bits_at(x.word[0], 16, 1)
+            x.word[0] = T.bitwise_and(x.word[0], T.int32(-(2**16)))
         if x.second[0] != 0:
             x.word[0] = T.bitwise_or(x.word[0], T.int32(-(2**31)))
         latent_cache[(*at, 0)] = x.word[0]
 
     @T.macro
-    def store_block(latent_cache, at, g, x):
-        for plane, shift, first, size in list(k.planes):
-            for w in list(range(size // 4)):
-                x.word[0] = 0
-                for b in list(range(4)):
-                    for i in list(range(8 // plane)):
-                        x.word[0] = T.bitwise_or(
-                            x.word[0],
-                            T.shift_left(
-                                T.bitwise_and(T.shift_right(x.codes[4 * w + b + size * i], shift), 2**plane - 1),
-                                8 * b + plane * i,
-                            ),
-                        )
-                latent_cache[(*at, HEADER + g * bits + first + w)] = x.word[0]
+    def pack(h, x):
+        """What unit ``h`` has of its block's words."""
+        for plane, shift in k.planes:
+            for u in list(range(2)):
+                if plane == 8:
+                    for v in list(range(2)):
+                        x.word[0] = 0
+                        for b in list(range(4)):
+                            x.word[1] = bits_at(x.high[u], 4 * (4 * v + b), 4) * 16 + bits_at(
+                                x.low[u], 4 * (4 * v + b), 4
+                            )
+                            x.word[0] = T.bitwise_or(x.word[0], T.shift_left(x.word[1], 8 * b))
+                        for of in list(range(RUNS)):
+                            if h == of:
+                                x.block[4 * of + 2 * u + v] = x.word[0]
+                else:
+                    x.word[0] = T.shift_right(x.low[u] if shift < 4 else x.high[u], shift % 4)
+                    x.word[0] = T.bitwise_and(x.word[0], T.int32(mask_of(plane)))
+                    for of in list(range(RUNS)):
+                        run = 2 * of + u
+                        if h == of:
+                            x.block[shift + run % plane] = T.bitwise_or(
+                                x.block[shift + run % plane], T.shift_left(x.word[0], plane * (run // plane))
+                            )
 
     @T.prim_func
     def append_codes(
@@ -284,16 +408,25 @@ def make_append_codes(
     ):
         with T.Kernel(tokens, threads=lanes) as token:
             x = Buffers(
-                vector=T.alloc_local([RUN], dtype),
-                values=T.alloc_local([CODE_BLOCK], T.float32),
-                codes=T.alloc_local([CODE_BLOCK], T.int32),
+                value=T.alloc_local([1], T.float32),
                 code=T.alloc_local([1], T.float32),
                 step=T.alloc_local([1], T.float32),
                 sums=T.alloc_local([2], "float64"),
-                bounds=T.alloc_local([2], "float64"),
+                bounds=T.alloc_local([1], "float64"),
                 largest=T.alloc_local([2], T.float32),
                 second=T.alloc_local([1], T.int32),
-                word=T.alloc_local([1], T.int32),
+                word=T.alloc_local([2], T.int32),
+                low=T.alloc_local([2], T.int32),
+                high=T.alloc_local([2], T.int32),
+                block=T.alloc_local([bits], T.int32),
+                cost=T.alloc_local([4], T.float32),
+                near=T.alloc_local([4], T.float32),
+                next=T.alloc_local([4], T.float32),
+                path=T.alloc_local([2], T.float32),
+                turns=T.alloc_local([4], T.int32),
+                numbers=T.alloc_local([8], T.int32),
+                number=T.alloc_local([1], T.int32),
+                state=T.alloc_local([1], T.int32),
             )
             lane = 0 if on_cpu else T.get_thread_binding()
             if (slots[token] >= 0) & (slots[token] < pages * page_size):
@@ -301,10 +434,26 @@ def make_append_codes(
                 find_step(rows, centers, token, lane, x)
                 x.sums[1] = T.float64(0)
                 for r in T.serial(rounds):
-                    if r * lanes + lane < k.blocks:
-                        load_block(rows, centers, token, r * lanes + lane, x)
-                        find_codes(x)
-                        store_block(latent_cache, at, r * lanes + lane, x)
+                    unit = r * lanes + lane
+                    g, h = unit // RUNS, unit % RUNS
+                    for u in list(range(2)):
+                        x.low[u] = 0
+                        x.high[u] = 0
+                    if (unit < k.units) & (x.step[0] > 0):
+                        if k.trellis is None:
+                            find_codes(rows, centers, token, g * CODE_BLOCK + h * RUN, x)
+                        else:
+                            find_path(rows, centers, token, g * CODE_BLOCK + h * RUN, x)
+                    if not on_cpu or h == 0:
+                        for w in list(range(bits)):
+                            x.block[w] = 0
+                    pack(h, x)
+                    if not on_cpu:
+                        for w in list(range(bits)):
+                            x.block[w] = T.bitwise_or(x.block[w], T.shfl_xor(x.block[w], 1))
+                    if (unit < k.units) & (h == RUNS - 1):
+                        for w in list(range(bits)):
+                            latent_cache[(*at, HEADER + g * bits + w)] = x.block[w]
                 add_up(x, 1)
                 if lane == 0:
                     store_scale(latent_cache, at, x)
