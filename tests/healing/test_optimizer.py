@@ -24,7 +24,8 @@ def test_directions_stay_and_sizes_become_one(shape, device):
     diagonal = found.diagonal(dim1=-2, dim2=-1)
     assert ((diagonal > 0.65) & (diagonal < 1.25)).all() and (sizes.amax() > 1.3 * sizes.amin() or 1 in shape)
     aside = found - torch.diag_embed(diagonal)
-    assert aside.abs().max() < (0.02 if device == "cuda" else 1e-5)  # bfloat16 on a GPU
+    # On a GPU fifteen products in bfloat16, of which each rounds by up to 2⁻⁸: .05 at most of 60 (in torch, on a CPU).
+    assert aside.abs().max() < (15 * 2**-8 if device == "cuda" else 1e-5)
 
 
 @pytest.mark.parametrize("factor", [1e-30, 1e-15, 1.0, 1e15, 1e30])

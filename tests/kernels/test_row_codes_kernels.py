@@ -11,7 +11,8 @@ pytest.importorskip("tilelang", reason="TileLang is not installed")
 
 from mha2mla.kernels import RowQuantizer, append_codes, read_codes
 from mha2mla.kernels.machine import EXACT_PASS_CONFIGS
-from mha2mla.kernels.row_codes.kernel import make_append_codes, make_read_codes
+from mha2mla.kernels.row_codes.kernel import make_append_codes, make_find_codes, make_read_codes
+from mha2mla.kernels.row_codes.trellis import Trellis
 from tests.few import each, few
 from tests.kernels.compiled import for_cpu, gate
 
@@ -115,6 +116,27 @@ def test_read_rows_are_the_references(bits, has_centers, width):
     expected = read_codes(stored, torch.tensor([[3, 0, 4, 3]], dtype=torch.int32), width, quantizer, centers, out.dtype)
     assert torch.equal(out[[0, 2, 3, 5]], expected)
     assert (out[[1, 4]] == 7).all()  # pages that the table lacks
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_codes_of_chains_are_the_references(bits):
+    chains = torch.randn(50, 16, generator=torch.Generator().manual_seed(bits)) * 2 ** (bits - 1)
+    found = torch.empty(50, 16, dtype=torch.uint8)
+    for_cpu(make_find_codes(bits=bits, on_cpu=True))(chains, found)
+    assert torch.equal(found, Trellis(bits).find_codes(chains))
+
+
+def test_a_search_of_chains_fits():
+    gate(make_find_codes(bits=4), EXACT_PASS_CONFIGS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_rows_are_rounded_alike_on_a_gpu(bits):
+    """Bit for bit: training, conversion and caches see the same codes."""
+    rows, centers = torch.randn(300, 160) * 3, torch.randn(2, 160)
+    quantizer = RowQuantizer(bits)
+    assert torch.equal(quantizer.round(rows.cuda(), centers.cuda()).cpu(), quantizer.round(rows, centers))
 
 
 @few("bits, width", [(4, 512), (3, 192), (8, 1024)], count=1)

@@ -124,6 +124,14 @@ _levels = register(
 )
 
 
+_codes_of = register_kernel(
+    "codes_of_chains(Tensor chains, int bits, bool compiled) -> Tensor",
+    lambda chains, bits: Trellis(bits).find_codes(chains),
+    lambda chains, bits: torch.empty_like(chains, dtype=torch.uint8),
+    "mha2mla.kernels.row_codes.kernel:launch_find_codes",
+)
+
+
 @torch.no_grad()
 def _found_codes(rows: Tensor, centers: Tensor | None, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes [..., blocks, 32], uint8, by chains, of rows [..., width]; their levels [..., width] and scales [..., 1],
@@ -147,7 +155,8 @@ def _found_codes(rows: Tensor, centers: Tensor | None, bits: int) -> tuple[Tenso
     if trellis is None:
         codes = (chains + middle).round().clamp(0, 2**bits - 1).to(torch.uint8)
     else:
-        codes = trellis.find_codes(chains.reshape(-1, CHAIN)).view(chains.shape)
+        compiled = runs_compiled(None, rows.device, rows.dtype)
+        codes = _codes_of(chains.reshape(-1, CHAIN), bits, compiled).view(chains.shape)
     codes = torch.where(has_codes[..., None, None], codes, 0)
     levels = _from_chains(_levels_of(codes, bits), width)
     along = (rows.double() * levels.double()).sum(-1, keepdim=True)

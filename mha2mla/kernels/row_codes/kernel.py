@@ -16,6 +16,7 @@ from mha2mla.geometry import CODE_BLOCK
 from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, Buffers, compiler
 from mha2mla.kernels.ops import aligned, capability, dtype_name, on_device
 from mha2mla.kernels.row_codes.api import PLANES, STEPS, RowQuantizer
+from mha2mla.kernels.row_codes.trellis import CHAIN
 
 RUN = 8  # neighbouring elements: 16 bytes of a 16-bit row
 RUNS = CODE_BLOCK // RUN // 2  # units of a block
@@ -158,6 +159,80 @@ def dequantise(k, source, at, g, h, x):
         x.values[u * RUN + element_of(n)] = k.product(k.level(number_of(k, x, u, n)), x.scale[0])
 
 
+def path_buffers() -> dict:
+    """What a thread needs to search a chain: an element, its ``code``, subset ``number`` and, in ``word``, its place
+    there; the rest is :func:`search`'s."""
+    return {
+        "value": T.alloc_local([1], T.float32),
+        "code": T.alloc_local([1], T.int32),
+        "number": T.alloc_local([1], T.int32),
+        "word": T.alloc_local([2], T.int32),
+        "cost": T.alloc_local([4], T.float32),
+        "near": T.alloc_local([4], T.float32),
+        "next": T.alloc_local([4], T.float32),
+        "path": T.alloc_local([2], T.float32),
+        "turns": T.alloc_local([4], T.int32),
+        "numbers": T.alloc_local([8], T.int32),
+        "state": T.alloc_local([1], T.int32),
+    }
+
+
+@T.macro
+def search(k, load, take, x):
+    """Codes of a chain by :meth:`Trellis.find_codes`. ``load``, a macro: element ``n`` of run ``u`` into ``value``, in
+    units of levels. ``take``, of the same: what becomes of its ``code``, the last element first."""
+    for s in list(range(4)):
+        x.cost[s] = T.float32(math.inf if s else 0)
+        x.turns[s] = 0
+    for u in list(range(2)):
+        for j in list(range(4)):
+            x.numbers[4 * u + j] = 0
+        for n in T.serial(RUN):
+            load(u, n)
+            for j in list(range(4)):
+                levels, between = k.trellis.subset(j)
+                x.near[j] = T.float32(levels[0])
+                x.word[0] = 0
+                for m in list(range(len(between))):
+                    if x.value[0] > T.float32(between[m]):
+                        x.near[j] = T.float32(levels[m + 1])
+                        x.word[0] = m + 1
+                x.near[j] = x.value[0] - x.near[j]
+                x.near[j] = k.exact_product(x.near[j], x.near[j])
+                x.numbers[4 * u + j] = T.bitwise_or(x.numbers[4 * u + j], T.shift_left(x.word[0], 4 * n))
+            for s in list(range(4)):  # 2 u + u1 of this element
+                x.path[0] = x.cost[2 * (s % 2)] + x.near[s]
+                x.path[1] = x.cost[2 * (s % 2) + 1] + x.near[s ^ 2]
+                x.next[s] = x.path[0]
+                if x.path[1] < x.path[0]:
+                    x.next[s] = x.path[1]
+                    x.turns[s] = T.bitwise_or(x.turns[s], T.shift_left(1, RUN * u + n))
+            for s in list(range(4)):
+                x.cost[s] = x.next[s]
+    x.state[0] = 0
+    for s in list(range(1, 4)):
+        if x.cost[s] < x.cost[0]:
+            x.cost[0] = x.cost[s]
+            x.state[0] = s
+    for u in (1, 0):
+        for v in T.serial(RUN):
+            n = RUN - 1 - v
+            x.word[1] = x.turns[0]
+            for s in list(range(1, 4)):
+                if x.state[0] == s:
+                    x.word[1] = x.turns[s]
+            x.word[1] = bits_at(x.word[1], RUN * u + n, 1)  # u2
+            x.number[0] = T.bitwise_xor(x.state[0], 2 * x.word[1])
+            x.word[0] = x.numbers[4 * u]
+            for j in list(range(1, 4)):
+                if x.number[0] == j:
+                    x.word[0] = x.numbers[4 * u + j]
+            x.word[0] = bits_at(x.word[0], 4 * n, 3)
+            x.code[0] = 2 * x.word[0] + T.shift_right(x.state[0], 1)
+            take(u, n)
+            x.state[0] = 2 * T.bitwise_and(x.state[0], 1) + x.word[1]
+
+
 def pages_of(k: CodedRow, pages, page_size: int, page_words: int | None):
     """Type of a cache's coded rows [P,page,words] as int32: dense in a page, ``page_words`` words from a page to the
     next."""
@@ -295,77 +370,39 @@ def make_append_codes(
         for u in list(range(2)):
             for n in T.serial(RUN):
                 load_element(rows, centers, token, first + RUNS * RUN * u + 2 * (n % 4) + n // 4, x)
-                x.code[0] = T.call_extern("float32", "nearbyintf", x.value[0] / x.step[0] + T.float32(k.middle))
-                x.code[0] = T.max(0.0, T.min(x.code[0], T.float32(2**bits - 1)))
-                x.word[0] = T.cast(x.code[0], T.int32)
+                x.level[0] = T.call_extern("float32", "nearbyintf", x.value[0] / x.step[0] + T.float32(k.middle))
+                x.level[0] = T.max(0.0, T.min(x.level[0], T.float32(2**bits - 1)))
+                x.word[0] = T.cast(x.level[0], T.int32)
                 x.low[u] = T.bitwise_or(x.low[u], T.shift_left(bits_at(x.word[0], 0, 4), 4 * n))
                 x.high[u] = T.bitwise_or(x.high[u], T.shift_left(bits_at(x.word[0], 4, 4), 4 * n))
-                add_along(x, x.code[0] - T.float32(k.middle))
+                add_along(x, x.level[0] - T.float32(k.middle))
 
-    @T.macro
     def find_path(rows, centers, token, first, x):
-        """Codes up to 4 bits: ``low``; see :meth:`Trellis.find_codes`."""
-        for s in list(range(4)):
-            x.cost[s] = T.float32(math.inf if s else 0)
-            x.turns[s] = 0
-        for u in list(range(2)):
-            for j in list(range(4)):
-                x.numbers[4 * u + j] = 0
-            for n in T.serial(RUN):
-                load_element(rows, centers, token, first + RUNS * RUN * u + 2 * (n % 4) + n // 4, x)
-                x.value[0] = x.value[0] / x.step[0]
-                for j in list(range(4)):
-                    levels, between = k.trellis.subset(j)
-                    x.near[j] = T.float32(levels[0])
-                    x.word[0] = 0
-                    for m in list(range(len(between))):
-                        if x.value[0] > T.float32(between[m]):
-                            x.near[j] = T.float32(levels[m + 1])
-                            x.word[0] = m + 1
-                    x.near[j] = x.value[0] - x.near[j]
-                    x.near[j] = k.exact_product(x.near[j], x.near[j])
-                    x.numbers[4 * u + j] = T.bitwise_or(x.numbers[4 * u + j], T.shift_left(x.word[0], 4 * n))
-                for s in list(range(4)):  # 2 u + u1 of this element
-                    x.path[0] = x.cost[2 * (s % 2)] + x.near[s]
-                    x.path[1] = x.cost[2 * (s % 2) + 1] + x.near[s ^ 2]
-                    x.next[s] = x.path[0]
-                    if x.path[1] < x.path[0]:
-                        x.next[s] = x.path[1]
-                        x.turns[s] = T.bitwise_or(x.turns[s], T.shift_left(1, RUN * u + n))
-                for s in list(range(4)):
-                    x.cost[s] = x.next[s]
-        x.state[0] = 0
-        for s in list(range(1, 4)):
-            if x.cost[s] < x.cost[0]:
-                x.cost[0] = x.cost[s]
-                x.state[0] = s
-        for u in (1, 0):
-            for v in T.serial(RUN):
-                n = RUN - 1 - v
-                x.word[0] = x.turns[0]
-                for s in list(range(1, 4)):
-                    if x.state[0] == s:
-                        x.word[0] = x.turns[s]
-                x.word[0] = bits_at(x.word[0], RUN * u + n, 1)  # u2
-                x.number[0] = T.bitwise_xor(x.state[0], 2 * x.word[0])  # of the subset
-                x.code[0] = 0.0
-                x.word[1] = x.numbers[4 * u]
-                for j in list(range(1, 4)):
-                    if x.number[0] == j:
-                        x.word[1] = x.numbers[4 * u + j]
-                x.word[1] = bits_at(x.word[1], 4 * n, 3)
-                load_element(rows, centers, token, first + RUNS * RUN * u + 2 * (n % 4) + n // 4, x)
-                x.code[0] = k.level(4 * x.word[1] + x.number[0])
-                add_along(x, x.code[0])
-                x.low[u] = T.bitwise_or(x.low[u], T.shift_left(2 * x.word[1] + T.shift_right(x.state[0], 1), 4 * n))
-                x.state[0] = 2 * T.bitwise_and(x.state[0], 1) + x.word[0]
+        """Codes up to 4 bits: ``low``."""
+
+        def column(u, n):
+            return first + RUNS * RUN * u + 2 * (n % 4) + n // 4
+
+        @T.macro
+        def load(u, n):
+            load_element(rows, centers, token, column(u, n), x)
+            x.value[0] = x.value[0] / x.step[0]
+
+        @T.macro
+        def take(u, n):
+            load_element(rows, centers, token, column(u, n), x)
+            x.level[0] = k.level(4 * x.word[0] + x.number[0])
+            add_along(x, x.level[0])
+            x.low[u] = T.bitwise_or(x.low[u], T.shift_left(x.code[0], 4 * n))
+
+        search(k, load, take, x)
 
     @T.macro
     def store_scale(latent_cache, at, x):
-        x.code[0] = x.step[0]  # zero, or NaN
+        x.level[0] = x.step[0]  # zero, or NaN
         if x.step[0] > 0:
-            x.code[0] = T.cast(x.sums[0] / x.sums[1], T.float32)
-        x.word[0] = T.bitwise_and(T.reinterpret(x.code[0], T.int32), 0x7FFFFFFF)  # zero may be negative
+            x.level[0] = T.cast(x.sums[0] / x.sums[1], T.float32)
+        x.word[0] = T.bitwise_and(T.reinterpret(x.level[0], T.int32), 0x7FFFFFFF)  # zero may be negative
         if k.trellis is not None:  # to 8 significant bits, to nearest even
             x.word[0] += 0x7FFF + bits_at(x.word[0], 16, 1)
             x.word[0] = T.bitwise_and(x.word[0], T.int32(-(2**16)))
@@ -408,25 +445,16 @@ def make_append_codes(
     ):
         with T.Kernel(tokens, threads=lanes) as token:
             x = Buffers(
-                value=T.alloc_local([1], T.float32),
-                code=T.alloc_local([1], T.float32),
+                level=T.alloc_local([1], T.float32),
                 step=T.alloc_local([1], T.float32),
                 sums=T.alloc_local([2], "float64"),
                 bounds=T.alloc_local([1], "float64"),
                 largest=T.alloc_local([2], T.float32),
                 second=T.alloc_local([1], T.int32),
-                word=T.alloc_local([2], T.int32),
                 low=T.alloc_local([2], T.int32),
                 high=T.alloc_local([2], T.int32),
                 block=T.alloc_local([bits], T.int32),
-                cost=T.alloc_local([4], T.float32),
-                near=T.alloc_local([4], T.float32),
-                next=T.alloc_local([4], T.float32),
-                path=T.alloc_local([2], T.float32),
-                turns=T.alloc_local([4], T.int32),
-                numbers=T.alloc_local([8], T.int32),
-                number=T.alloc_local([1], T.int32),
-                state=T.alloc_local([1], T.int32),
+                **path_buffers(),
             )
             lane = 0 if on_cpu else T.get_thread_binding()
             if (slots[token] >= 0) & (slots[token] < pages * page_size):
@@ -461,8 +489,39 @@ def make_append_codes(
     return append_codes
 
 
+def make_find_codes(*, bits: int, threads: int = 128, on_cpu: bool = False):
+    """A TileLang function ``find_codes``, a thread a chain, of codes of ``bits`` bits, 1 to 4.
+
+    The function's arguments: chains [n,16] float32 in units of levels, codes [n,16] uint8.
+    """
+    k, count = CodedRow(CODE_BLOCK, bits, on_cpu), T.dynamic("n")
+    threads = 1 if on_cpu else threads
+
+    def find_path(chains, codes, chain, x):
+        @T.macro
+        def load(u, n):
+            x.value[0] = chains[chain, RUN * u + n]
+
+        @T.macro
+        def take(u, n):
+            codes[chain, RUN * u + n] = T.cast(x.code[0], T.uint8)
+
+        search(k, load, take, x)
+
+    @T.prim_func
+    def find_codes(chains: T.Tensor([count, CHAIN], T.float32), codes: T.Tensor([count, CHAIN], T.uint8)):
+        with T.Kernel(T.ceildiv(count, threads), threads=threads) as block:
+            x = Buffers(**path_buffers())
+            chain = block * threads + (0 if on_cpu else T.get_thread_binding())
+            if chain < count:
+                find_path(chains, codes, chain, x)
+
+    return find_codes
+
+
 compile_read_codes = compiler(make_read_codes, EXACT_PASS_CONFIGS)
 compile_append_codes = compiler(make_append_codes, EXACT_PASS_CONFIGS)
+compile_find_codes = compiler(make_find_codes, EXACT_PASS_CONFIGS)
 
 
 def launch_read_codes(
@@ -484,6 +543,13 @@ def launch_append_codes(latent: Tensor, latent_cache: Tensor, slots: Tensor, cen
     with on_device(latent.device):
         kernel = _compiled(compile_append_codes, latent, latent_cache, bits, centers)
         kernel(aligned(latent), slots.contiguous(), _given(centers, latent), latent_cache.view(torch.int32))
+
+
+def launch_find_codes(chains: Tensor, bits: int, codes: Tensor) -> None:
+    """Run the kernel: ``codes`` [n,16] uint8 of ``chains`` [n,16] float32."""
+    if chains.numel() > 0:
+        with on_device(chains.device):
+            compile_find_codes(capability(chains.device), bits=bits)(aligned(chains), codes)
 
 
 def _compiled(compile_kernel, rows: Tensor, latent_cache: Tensor, bits: int, centers: Tensor | None):
