@@ -225,7 +225,8 @@ def _converted_row(
     if by_layer:
         bits = mean_bits(target["cache_ratio"])
         most = min(reach_of_codes(whole, budget)[1], whole.full_kv_lora_rank - CODE_BLOCK)  # some layers stay below
-        rank = max(CODE_BLOCK, min(most, coded_width(budget, bits)))
+        nearest = coded_width(int(budget + CODE_BLOCK * bits / 16), bits)  # half a block more, rounded down
+        rank = max(CODE_BLOCK, min(most, nearest))
         whole = replace(whole, kv_lora_rank=rank, latent_bits=min(LATENT_BITS, key=lambda each: abs(each - bits)))
     geometry = HeadShard.of(whole, 0, tp).geometry
     after = footprint(converted_config(config, spec, (whole,) * spec.num_layers, recipe), geometry, spec, tp)
