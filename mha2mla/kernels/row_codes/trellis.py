@@ -38,10 +38,10 @@ class Trellis:
     @property
     def levels(self) -> list[float]:
         """All of them, from the least on."""
-        return self._levels(torch.device("cpu")).tolist()
+        return self._levels().tolist()
 
-    def _levels(self, device: torch.device) -> Tensor:
-        return self.at(torch.arange(2 ** (self.bits + 1), device=device))
+    def _levels(self) -> Tensor:
+        return self.at(torch.arange(2 ** (self.bits + 1)))
 
     def at(self, number: Tensor) -> Tensor:
         """Levels, float32, of these numbers. (Not for torch.compile, which leaves out roundings to bfloat16.)"""
@@ -61,33 +61,27 @@ class Trellis:
         return torch.cat(found) if found else chains.to(torch.uint8)
 
     def _find_codes(self, chains: Tensor) -> Tensor:
-        elements, n = chains.t().contiguous(), len(chains)
-        near = chains.new_empty(CHAIN, 4, n)
-        numbers = torch.empty(CHAIN, 4, n, dtype=torch.uint8, device=chains.device)
-        for j in range(4):
-            levels = self._levels(chains.device)[j::4].contiguous()  # made there: a graph captures no copy to a GPU
-            m = torch.bucketize(elements, (levels[:-1] + levels[1:]) / 2)
-            torch.sub(elements, levels[m], out=near[:, j]).square_()
-            numbers[:, j] = m
+        elements, n = chains.t().contiguous().view(1, -1).expand(4, -1).contiguous(), len(chains)
+        levels = self._levels().view(-1, 4).t().contiguous().to(chains.device)  # of each subset
+        numbers = torch.searchsorted((levels[:, :-1] + levels[:, 1:]) / 2, elements)
+        near = (elements - levels.gather(1, numbers)).square_().view(2, 2, CHAIN, n)  # u ⊕ u₂, u₁
+        steps = torch.stack((near, near.flip(0))).permute(3, 0, 2, 1, 4).contiguous()  # element, u, u₁, u₂
         cost = chains.new_full((2, 2, n), torch.inf)  # of states u₁, u₂
         cost[0, 0] = 0
-        choices = torch.empty(CHAIN, 2, 2, n, dtype=torch.bool, device=chains.device)  # u₂ of states u, u₁
-        for own, choice in zip(near.view(CHAIN, 2, 2, n), choices, strict=True):
-            paths = torch.stack((own, own.flip(0))).transpose(1, 2) + cost  # u, u₁, u₂
-            first, second = paths.unbind(2)
-            torch.lt(second, first, out=choice)
+        path = torch.zeros(2, 2, n, dtype=torch.int32, device=chains.device)  # last bits of the codes on the way there
+        for e, step in enumerate(steps):
+            first, second = step.add_(cost).unbind(2)
+            path = torch.where(second < first, path[:, 1], path[:, 0])
+            path[1].bitwise_or_(1 << e)
             cost = torch.minimum(first, second)
-        state, least = torch.zeros(n, dtype=torch.long, device=chains.device), cost[0, 0]
-        for number, own in enumerate(cost.flatten(0, 1)[1:], 1):
-            state = torch.where(own < least, number, state)
+        least, best = cost[0, 0], path[0, 0]
+        for own, other in zip(cost.flatten(0, 1)[1:], path.flatten(0, 1)[1:], strict=True):
+            best = torch.where(own < least, other, best)
             least = torch.minimum(own, least)
-        codes = torch.empty_like(numbers[:, 0])
-        for e in reversed(range(CHAIN)):
-            u2 = choices[e].flatten(0, 1).gather(0, state[None])[0].long()
-            m = numbers[e].gather(0, (state ^ 2 * u2)[None])[0]
-            codes[e] = 2 * m + (state >> 1)
-            state = 2 * (state & 1) + u2
-        return codes.t().contiguous()
+        last = F.pad(best >> torch.arange(CHAIN, dtype=torch.int32, device=chains.device)[:, None] & 1, (0, 0, 2, 0))
+        subset = 2 * (last[2:] ^ last[:-2]) + last[1:-1]
+        m = numbers.view(4, CHAIN, n).gather(0, subset[None].long())[0]
+        return (2 * m + last[2:]).to(torch.uint8).t().contiguous()
 
     def decode(self, codes: Tensor) -> Tensor:
         """Levels, float32, of codes [..., 16]."""
