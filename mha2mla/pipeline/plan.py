@@ -246,7 +246,7 @@ def _converted_row(
     if tp > 1 and spec.qk_norm and not spec.norm_per_head:
         refused = f"serving refuses tp={tp}: {config.model_type} normalises the queries of all heads together"
         row["note"] = "; ".join(filter(None, (row["note"], refused)))
-    # Kernels widen codes before they multiply: steps take about what 16 bits take.
+    # Predicted as 16 bits of the same rank, to which kernels widen codes; STEP_NOTE says how far that is off.
     read = replace(after, token_bytes=replace(geometry, latent_bits=16).cache_bytes_per_token(ITEMSIZE))
     row |= _capacity(after, machine, context, None if why else read)
     if "step_ms_largest" in row:

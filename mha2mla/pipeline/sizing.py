@@ -74,11 +74,11 @@ GPUS: Mapping[str, GPU] = MappingProxyType(
 DEFAULT_GPU = "h200-141gb"
 ROTARY_WIDTHS = (64, 128)  # d_r that conversions to the layout latent choose between
 
-# Perplexity relative to the source model (docs/quality.md): texts and windows, and figures by preset, layout and ratio.
+# Perplexity relative to the source model (docs/quality.md): text and windows, and figures by preset, layout and ratio.
 MEASURED_LOSSES: Mapping[str, tuple[str, Mapping[tuple[str, str], Mapping[float, str]]]] = MappingProxyType(
     {
         "SmolLM2-135M-Instruct": (
-            "opticks 512 / 8192",
+            "worst text, 512 / 8192",
             {
                 ("latent", "latent"): {0.5: "1.028 / 1.040", 0.3125: "1.121 / 1.146", 0.1875: "1.388 / 1.457"},
                 ("shared", "shared"): {0.5: "1.059 / 1.081", 0.3125: "1.226 / 1.280", 0.1875: "1.671 / 1.835"},
@@ -88,12 +88,13 @@ MEASURED_LOSSES: Mapping[str, tuple[str, Mapping[tuple[str, str], Mapping[float,
             },
         ),
         "Qwen2.5-Coder-0.5B-Instruct": (
-            "licences 512 / 8192",
+            "worst text, 512 / 8192",
             {("latent", "latent"): {0.5: "1.247 / 1.298", 0.3125: "1.867 / 1.866", 0.1875: "2.984 / 2.724"}},
         ),
     }
 )
-# The same of codes in the layout latent, by bits ("auto": by layer) and model, converted by preset quick.
+# The same of codes in the layout latent, by bits ("auto": by layer) and model, converted by preset quick. Those of 3
+# and 4 bits, and of SmolLM2 at 0.3125, are of codes before the trellis (h200-row-codes.json names each row's commit).
 CODED_LOSSES: Mapping[int | str, Mapping[str, Mapping[float, str]]] = MappingProxyType(
     {
         "auto": {
