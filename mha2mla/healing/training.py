@@ -32,7 +32,7 @@ _LOGS = 200
 _TIMED = 3  # passes
 _COMPLETE = "complete.json"
 # One graph for each shape: with dynamic ones bits would depend on the shapes that a process saw before. Values are
-# rounded where the uncompiled code rounds them: a scale of codes in float16 is the one that is stored.
+# rounded where the uncompiled code rounds them.
 _COMPILATION = {"dynamic": False, "options": {"emulate_precision_casts": True}}
 # Ranks and bits by layer, both models and window lengths share this limit; beyond PyTorch's 8 nothing was compiled.
 _GRAPHS = {"recompile_limit": 1024, "accumulated_recompile_limit": 4096}

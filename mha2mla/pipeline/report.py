@@ -53,7 +53,7 @@ class ConversionReport:
         source_name: what the caller called the source, a hub id or a folder's last part.
         geometry: of every layer; but for the rank and bits, where ``layers`` says so.
         cache_numel_per_token, source_cache_numel_per_token: elements cached per token, all layers.
-        cache_bytes_per_token: bytes of these in a cache of 16 bits; latents that are codes with scales and offsets.
+        cache_bytes_per_token: bytes of these in a cache of 16 bits; latents that are codes with their scales.
         kept: ``cache_ratio`` with rotary keys kept (``rotary_key_cache``), in words.
         recipe: every key of it.
         searches: what the conversion chose by itself, and what each choice would have lost.
