@@ -103,8 +103,9 @@ def appended():
 def coded():
     quantizer, latent, centers = RowQuantizer(4), torch.randn(11, 64), torch.randn(2, 64)
     quantizer.round(torch.randn(64, 11).T), quantizer.round(latent.double()[:, 32:])
-    quantizer.decode(quantizer.encode(latent), 64)
-    torch.ops.mha2mla.codes_of_chains(latent.view(-1, 16), 3, False)
+    for each in (quantizer, RowQuantizer(8)):
+        each.decode(each.encode(latent.view(11, 2, 32)).transpose(0, 1), 32)
+    torch.ops.mha2mla.codes_of_chains(torch.randn(16, 5).T, 3, False)
     cache = torch.zeros(PAGES, PAGE, quantizer.bytes_per_row(64), dtype=torch.uint8)
     append_codes(latent, cache, torch.arange(11).int(), quantizer, centers)
     read_codes(cache, torch.arange(4).int().view(2, 2), 64, quantizer, centers, torch.float32)

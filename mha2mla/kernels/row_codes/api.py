@@ -113,7 +113,7 @@ def _rows(levels: Tensor, scale: Tensor, is_second: Tensor, centers: Tensor | No
 
 def _levels_of(chains: Tensor, bits: int) -> Tensor:
     """Levels [..., 16], float32, of codes [..., 16] of chains."""
-    quantizer = RowQuantizer(bits)
+    quantizer, chains = RowQuantizer(bits), chains.contiguous()  # the layout that is promised
     return chains.float() - quantizer.middle if quantizer.trellis is None else quantizer.trellis.decode(chains)
 
 
@@ -127,7 +127,7 @@ _levels = register(
 _codes_of = register_kernel(
     "codes_of_chains(Tensor chains, int bits, bool compiled) -> Tensor",
     lambda chains, bits: Trellis(bits).find_codes(chains),
-    lambda chains, bits: torch.empty_like(chains, dtype=torch.uint8),
+    lambda chains, bits: chains.new_empty(chains.shape, dtype=torch.uint8),
     "mha2mla.kernels.row_codes.kernel:launch_find_codes",
 )
 
