@@ -38,14 +38,12 @@ class Trellis:
     @property
     def levels(self) -> list[float]:
         """All of them, from the least on."""
-        return self._levels().tolist()
+        return self.table(torch.device("cpu")).tolist()
 
-    def _levels(self) -> Tensor:
-        return self.at(torch.arange(2 ** (self.bits + 1)))
-
-    def at(self, number: Tensor) -> Tensor:
-        """Levels, float32, of these numbers. (Not for torch.compile, which leaves out roundings to bfloat16.)"""
-        x = number.float() - self.middle
+    def table(self, device: torch.device) -> Tensor:
+        """The levels, float32, made on ``device``: a graph captures no copy to a GPU. (Not for torch.compile, which
+        leaves out roundings to bfloat16.)"""
+        x = torch.arange(2 ** (self.bits + 1), dtype=torch.float32, device=device) - self.middle
         bent = (x * x).bfloat16().float() * self.bend + 1
         return (x * bent.bfloat16().float()).bfloat16().float()
 
@@ -62,7 +60,7 @@ class Trellis:
 
     def _find_codes(self, chains: Tensor) -> Tensor:
         elements, n = chains.t().contiguous().view(1, -1).expand(4, -1).contiguous(), len(chains)
-        levels = self._levels().view(-1, 4).t().contiguous().to(chains.device)  # of each subset
+        levels = self.table(chains.device).view(-1, 4).t().contiguous()  # of each subset
         numbers = torch.searchsorted((levels[:, :-1] + levels[:, 1:]) / 2, elements)
         near = (elements - levels.gather(1, numbers)).square_().view(2, 2, CHAIN, n)  # u ⊕ u₂, u₁
         steps = torch.stack((near, near.flip(0))).permute(3, 0, 2, 1, 4).contiguous()  # element, u, u₁, u₂
@@ -86,4 +84,5 @@ class Trellis:
     def decode(self, codes: Tensor) -> Tensor:
         """Levels, float32, of codes [..., 16]."""
         last = F.pad(codes & 1, (2, 0))
-        return self.at(((codes >> 1) << 2) + ((last[..., 2:] ^ last[..., :-2]) << 1) + last[..., 1:-1])
+        numbers = ((codes >> 1) << 2) + ((last[..., 2:] ^ last[..., :-2]) << 1) + last[..., 1:-1]
+        return self.table(codes.device).index_select(0, numbers.flatten().int()).view(codes.shape)
