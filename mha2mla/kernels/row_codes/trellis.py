@@ -22,7 +22,7 @@ CHAIN = 16  # elements that are coded together: those that a thread of a kernel 
 # distributed elements (found by search; bends are numbers of bfloat16).
 CURVES = {1: (0.0, 0.778), 2: (0.032958984375, 0.3734), 3: (0.01202392578125, 0.1899), 4: (0.00360107421875, 0.09855)}
 
-_AT_ONCE = 2**18  # chains, of which the search holds some 600 bytes each
+_AT_ONCE = 2**14  # chains, of which the search holds some 1500 bytes each: more of them take longer
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,17 @@ class Trellis:
     def find_codes(self, chains: Tensor) -> Tensor:
         """Codes [n, 16], uint8, of chains [n, 16], float32 in units of x, whose levels are nearest: the path of the
         least sum of squares, added in float32 from the first element on. Of equal paths u₂ = 0, then u = 0."""
-        found = [self._find_codes(part) for part in chains.split(_AT_ONCE)]
-        return torch.cat(found) if found else chains.to(torch.uint8)
+        return torch.cat([self._find_codes(part) for part in chains.split(_AT_ONCE)])
 
     def _find_codes(self, chains: Tensor) -> Tensor:
-        elements, n = chains.t().contiguous().view(1, -1).expand(4, -1).contiguous(), len(chains)
-        levels = self.table(chains.device).view(-1, 4).t().contiguous()  # of each subset
-        numbers = torch.searchsorted((levels[:, :-1] + levels[:, 1:]) / 2, elements)
-        near = (elements - levels.gather(1, numbers)).square_().view(2, 2, CHAIN, n)  # u ⊕ u₂, u₁
+        elements, n = chains.t().flatten(), len(chains)
+        table = self.table(chains.device)
+        m = torch.zeros(4, len(elements), dtype=torch.uint8, device=chains.device)  # of each subset's nearest level
+        for between in (table[4:] + table[:-4]).view(-1, 4, 1) / 2:
+            m += elements > between
+        numbers = 4 * m.int() + torch.arange(4, dtype=torch.int32, device=chains.device)[:, None]
+        near = (elements - table.index_select(0, numbers.flatten()).view_as(m)).square_()
+        near = near.view(2, 2, CHAIN, n)  # u ⊕ u₂, u₁
         steps = torch.stack((near, near.flip(0))).permute(3, 0, 2, 1, 4).contiguous()  # element, u, u₁, u₂
         cost = chains.new_full((2, 2, n), torch.inf)  # of states u₁, u₂
         cost[0, 0] = 0
@@ -78,7 +81,7 @@ class Trellis:
             least = torch.minimum(own, least)
         last = F.pad(best >> torch.arange(CHAIN, dtype=torch.int32, device=chains.device)[:, None] & 1, (0, 0, 2, 0))
         subset = 2 * (last[2:] ^ last[:-2]) + last[1:-1]
-        m = numbers.view(4, CHAIN, n).gather(0, subset[None].long())[0]
+        m = m.view(4, CHAIN, n).gather(0, subset[None].long())[0]
         return (2 * m + last[2:]).to(torch.uint8).t().contiguous()
 
     def decode(self, codes: Tensor) -> Tensor:
