@@ -159,7 +159,7 @@ def _found_codes(rows: Tensor, centers: Tensor | None, bits: int) -> tuple[Tenso
         codes = _codes_of(chains.reshape(-1, CHAIN), bits, compiled).view(chains.shape)
     codes = torch.where(has_codes[..., None, None], codes, 0)
     levels = _from_chains(_levels_of(codes, bits), width)
-    along = (rows.double() * levels.double()).sum(-1, keepdim=True)
+    along = rows.double().mul_(levels).sum(-1, keepdim=True)
     scale = torch.where(step == 0, 0.0, energy / along).float()
     if trellis is not None:
         scale = scale.bfloat16().float()
@@ -182,8 +182,8 @@ _find_codes = register(
 
 
 def _energy(rows: Tensor) -> Tensor:
-    """[..., 1], float64: the sum of squares of rows [..., width]."""
-    return rows.double().square().sum(-1, keepdim=True)
+    """[..., 1], float64: the sum of squares of rows [..., width], float32."""
+    return rows.double().square_().sum(-1, keepdim=True)
 
 
 def _to_chains(rows: Tensor) -> Tensor:
