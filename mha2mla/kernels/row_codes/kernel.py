@@ -55,20 +55,6 @@ class CodedRow:
     def exact_product(self, a, b):
         return a * b if self.on_cpu else T.ieee_mul(a, b)
 
-    def rounded(self, value):
-        """To 8 significant bits (Veltkamp's splitting), of what is far from the ends of float32."""
-        large = self.exact_product(value, T.float32(2**16 + 1))
-        return large - (large - value)
-
-    def level(self, number):
-        """Level ``number``, an int32 expression; see :mod:`mha2mla.kernels.row_codes.trellis`."""
-        x = T.cast(number, T.float32) - T.float32(self.middle)
-        if self.trellis is None:
-            return x
-        square = self.rounded(self.exact_product(x, x))
-        bent = self.rounded(self.exact_product(square, T.float32(self.trellis.bend)) + 1.0)
-        return self.rounded(self.exact_product(x, bent))
-
 
 def element_of(n: int) -> int:
     """Element of a run that is the ``n``-th of a chain."""
@@ -78,7 +64,7 @@ def element_of(n: int) -> int:
 class Unit(Buffers):
     """A thread's unit of a row: ``values`` [16] of its two runs; ``low`` and ``high``: the first and the other four
     bits of its codes, a word a run; ``scale`` of its row; ``second``: 1 where the row is coded from the second
-    center."""
+    center; and what :func:`find_level` needs."""
 
     def __init__(self):
         super().__init__(
@@ -88,7 +74,33 @@ class Unit(Buffers):
             values=T.alloc_local([2 * RUN], T.float32),
             scale=T.alloc_local([1], T.float32),
             second=T.alloc_local([1], T.int32),
+            **level_buffers(),
         )
+
+
+def level_buffers() -> dict:
+    """What a thread needs to find a ``level``. Expressions without them would be written out 27-fold."""
+    return {name: T.alloc_local([1], T.float32) for name in ("level", "bent", "large")}
+
+
+@T.macro
+def find_level(k, number, x):
+    """``level`` of number ``number``, an int32 expression; see :mod:`mha2mla.kernels.row_codes.trellis`."""
+    x.level[0] = T.cast(number, T.float32) - T.float32(k.middle)
+    if k.trellis is not None:
+        x.bent[0] = k.exact_product(x.level[0], x.level[0])
+        round_to_8(k, x.bent, x)
+        x.bent[0] = k.exact_product(x.bent[0], T.float32(k.trellis.bend)) + 1.0
+        round_to_8(k, x.bent, x)
+        x.level[0] = k.exact_product(x.level[0], x.bent[0])
+        round_to_8(k, x.level, x)
+
+
+@T.macro
+def round_to_8(k, value, x):
+    """To 8 significant bits (Veltkamp's splitting), of what is far from the ends of float32."""
+    x.large[0] = k.exact_product(value[0], T.float32(2**16 + 1))
+    value[0] = x.large[0] - (x.large[0] - value[0])
 
 
 def word_at(source, at, index):
@@ -156,7 +168,8 @@ def dequantise(k, source, at, g, h, x):
     x.word[0] = T.bitwise_and(x.word[0], 0x7FFFFFFF)  # the C target reinterprets variables alone
     x.scale[0] = T.reinterpret(x.word[0], T.float32)
     for u, n in list(product(range(2), range(RUN))):
-        x.values[u * RUN + element_of(n)] = k.product(k.level(number_of(k, x, u, n)), x.scale[0])
+        find_level(k, number_of(k, x, u, n), x)
+        x.values[u * RUN + element_of(n)] = k.product(x.level[0], x.scale[0])
 
 
 def path_buffers() -> dict:
@@ -391,7 +404,7 @@ def make_append_codes(
         @T.macro
         def take(u, n):
             load_element(rows, centers, token, column(u, n), x)
-            x.level[0] = k.level(4 * x.word[0] + x.number[0])
+            find_level(k, 4 * x.word[0] + x.number[0], x)
             add_along(x, x.level[0])
             x.low[u] = T.bitwise_or(x.low[u], T.shift_left(x.code[0], 4 * n))
 
@@ -445,7 +458,6 @@ def make_append_codes(
     ):
         with T.Kernel(tokens, threads=lanes) as token:
             x = Buffers(
-                level=T.alloc_local([1], T.float32),
                 step=T.alloc_local([1], T.float32),
                 sums=T.alloc_local([2], "float64"),
                 bounds=T.alloc_local([1], "float64"),
@@ -455,6 +467,7 @@ def make_append_codes(
                 high=T.alloc_local([2], T.int32),
                 block=T.alloc_local([bits], T.int32),
                 **path_buffers(),
+                **level_buffers(),
             )
             lane = 0 if on_cpu else T.get_thread_binding()
             if (slots[token] >= 0) & (slots[token] < pages * page_size):
