@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -58,8 +57,13 @@ class RowQuantizer:
 
     @property
     def middle(self) -> float:
-        """From 5 bits on: what stands for zero, half of the last code."""
-        return (2**self.bits - 1) / 2
+        """What stands for zero: half of the last code, of a trellis of the last level's number."""
+        return (2**self.bits - 1) / 2 if self.trellis is None else self.trellis.middle
+
+    @property
+    def unit(self) -> float:
+        """Of levels, in root mean squares of a row."""
+        return STEPS[self.bits] if self.trellis is None else self.trellis.unit
 
     @property
     def trellis(self) -> Trellis | None:
@@ -73,7 +77,7 @@ class RowQuantizer:
     def encode(self, rows: Tensor, centers: Tensor | None = None) -> Tensor:
         """``rows`` [..., width] of any floating dtype as uint8 [..., bytes_per_row(width)]."""
         codes, _, scale, is_second = _find_codes(rows, centers, self.bits)
-        packed = [_pack(codes >> shift & (1 << plane) - 1, plane) for plane, shift in self._planes()]
+        packed = [_pack(codes >> shift & (1 << plane) - 1, plane) for plane, shift in self.planes]
         stored = torch.where(is_second, -scale, scale)
         return torch.cat((stored.view(torch.uint8), torch.cat(packed, -1).flatten(-2)), -1)
 
@@ -83,9 +87,9 @@ class RowQuantizer:
         """Rows [..., width] in ``dtype``, rounded once from float32, of what :meth:`encode` gave."""
         stored, codes = coded.tensor_split((SCALE_BYTES,), -1)
         scale = stored.clone(memory_format=torch.contiguous_format).view(torch.float32)
-        sizes = [CODE_BLOCK * plane // 8 for plane, _ in self._planes()]
+        sizes = [CODE_BLOCK * plane // 8 for plane, _ in self.planes]
         packed = codes.unflatten(-1, (-1, sum(sizes))).split(sizes, -1)
-        values = sum(_unpack(part, plane) << shift for part, (plane, shift) in zip(packed, self._planes(), strict=True))
+        values = sum(_unpack(part, plane) << shift for part, (plane, shift) in zip(packed, self.planes, strict=True))
         levels = _from_chains(_levels(values.unflatten(-1, (-1, CHAIN)), self.bits), width)
         return _rows(levels, scale.abs(), scale.signbit(), centers, dtype)
 
@@ -94,13 +98,15 @@ class RowQuantizer:
         _, *found = _find_codes(rows, centers, self.bits)
         return _rows(*found, centers, rows.dtype)
 
-    def _planes(self) -> Iterator[tuple[int, int]]:
+    @property
+    def planes(self) -> list[tuple[int, int]]:
         """Width and shift of each plane that a code is stored in: bits 0 and 1, then bit 2, of 3 bits."""
-        shift = 0
+        found, shift = [], 0
         for plane in PLANES:
             if self.bits & plane:
-                yield plane, shift
+                found.append((plane, shift))
                 shift += plane
+        return found
 
 
 def _rows(levels: Tensor, scale: Tensor, is_second: Tensor, centers: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -146,7 +152,7 @@ def _found_codes(rows: Tensor, centers: Tensor | None, bits: int) -> tuple[Tenso
         is_second = _energy(second) < _energy(first)
         rows = torch.where(is_second, second, first)
     energy = _energy(rows)
-    step = (energy / width).sqrt() * (STEPS[bits] if trellis is None else trellis.unit)
+    step = (energy / width).sqrt() * quantizer.unit
     if trellis is None:
         step = torch.minimum(step, rows.abs().amax(-1, keepdim=True).double() / middle)
     step = step.float()

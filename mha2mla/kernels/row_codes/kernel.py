@@ -15,7 +15,7 @@ from torch import Tensor
 from mha2mla.geometry import CODE_BLOCK
 from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, Buffers, compiler
 from mha2mla.kernels.ops import aligned, capability, dtype_name, on_device
-from mha2mla.kernels.row_codes.api import PLANES, STEPS, RowQuantizer
+from mha2mla.kernels.row_codes.api import RowQuantizer
 from mha2mla.kernels.row_codes.trellis import CHAIN
 
 RUN = 8  # neighbouring elements: 16 bytes of a 16-bit row
@@ -36,18 +36,10 @@ class CodedRow:
     blocks = property(lambda k: k.width // CODE_BLOCK)
     units = property(lambda k: k.blocks * RUNS)
     words = property(lambda k: HEADER + k.blocks * k.bits)  # as many words of a block as bits of a code
-    middle = property(lambda k: RowQuantizer(k.bits).middle if k.trellis is None else k.trellis.middle)
+    middle = property(lambda k: RowQuantizer(k.bits).middle)
+    unit = property(lambda k: RowQuantizer(k.bits).unit)
     trellis = property(lambda k: RowQuantizer(k.bits).trellis)
-
-    @property
-    def planes(self) -> list[tuple[int, int]]:
-        """Planes of a block's codes: bits, and shift in a code, which is the first word, too."""
-        found, shift = [], 0
-        for plane in PLANES:
-            if self.bits & plane:
-                found.append((plane, shift))
-                shift += plane
-        return found
+    planes = property(lambda k: RowQuantizer(k.bits).planes)  # a plane's shift is its first word in a block, too
 
     def product(self, a, b):
         return a * b if self.on_cpu or self.fused else T.ieee_mul(a, b)
@@ -56,8 +48,8 @@ class CodedRow:
         return a * b if self.on_cpu else T.ieee_mul(a, b)
 
 
-def element_of(n: int) -> int:
-    """Element of a run that is the ``n``-th of a chain."""
+def element_of(n):
+    """Element of a run that is the ``n``-th of a chain; an int or an expression."""
     return 2 * (n % 4) + n // 4
 
 
@@ -363,9 +355,7 @@ def make_append_codes(
                 x.second[0] = 1
                 x.sums[0] = x.sums[1]
                 x.largest[0] = x.largest[1]
-        x.bounds[0] = T.sqrt(x.sums[0] / T.float64(width)) * T.float64(
-            STEPS[bits] if k.trellis is None else k.trellis.unit
-        )
+        x.bounds[0] = T.sqrt(x.sums[0] / T.float64(width)) * T.float64(k.unit)
         if k.trellis is None:
             x.bounds[0] = T.min(x.bounds[0], T.cast(x.largest[0], "float64") / T.float64(k.middle))
         x.word[0] = T.int32(NAN)
@@ -382,7 +372,7 @@ def make_append_codes(
         """Codes from 5 bits on of the unit whose first column is ``first``: ``low`` and ``high``."""
         for u in list(range(2)):
             for n in T.serial(RUN):
-                load_element(rows, centers, token, first + RUNS * RUN * u + 2 * (n % 4) + n // 4, x)
+                load_element(rows, centers, token, first + RUNS * RUN * u + element_of(n), x)
                 x.level[0] = T.call_extern("float32", "nearbyintf", x.value[0] / x.step[0] + T.float32(k.middle))
                 x.level[0] = T.max(0.0, T.min(x.level[0], T.float32(2**bits - 1)))
                 x.word[0] = T.cast(x.level[0], T.int32)
@@ -394,7 +384,7 @@ def make_append_codes(
         """Codes up to 4 bits: ``low``."""
 
         def column(u, n):
-            return first + RUNS * RUN * u + 2 * (n % 4) + n // 4
+            return first + RUNS * RUN * u + element_of(n)
 
         @T.macro
         def load(u, n):
