@@ -68,7 +68,7 @@ static __device__ __forceinline__ unsigned add_center(float low, float high, uns
   }
   return two;
 }
-// bend, zero: of the trellis's levels, and of the number of zero and 64, less; twice in bfloat16
+// bend: of the trellis's levels; zero: -64 less the number that would be zero; both twice in bfloat16
 template <int bits, unsigned bend, unsigned zero>
 struct CodedUnit {  // elements 8 h to 8 h + 8 of block g, and those 16 further
   unsigned words[bits == 8 ? 4 : 2], scale;

@@ -1,6 +1,6 @@
 """Codes of 1 to 4 bits by a trellis of four states: of twice as many levels, which half an element may take follows
-from the two codes before it (Marcellin and Fischer, "Trellis coded quantization of memoryless and Gauss-Markov
-sources", 1990; the trellis is Ungerboeck's).
+from the code before it, and which of them its code stands for from the two before it (Marcellin and Fischer, "Trellis
+coded quantization of memoryless and Gauss-Markov sources", 1990; the trellis is Ungerboeck's).
 
 A chain of 16 elements is coded together, and alone. With code 2 m + u of an element and u₁, u₂ the last bits of the
 codes before it (0 before the first two), its level is number 4 m + 2 (u ⊕ u₂) + u₁ of 2^(bits + 1). Level i is
