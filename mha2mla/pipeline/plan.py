@@ -23,7 +23,7 @@ from mha2mla.modeling.cache_layout import PAGE_SIZE, fp8_layout
 from mha2mla.modeling.tensor_parallel import HeadShard
 from mha2mla.pipeline.sizing import (
     ATTENTION_OVER_PREDICTED,
-    CODED_LOSSES,
+    AUTO_LOSSES,
     CODES_OVER_PREDICTED,
     GPU,
     ITEMSIZE,
@@ -192,7 +192,8 @@ def plan(
             row["note"] = f"no conversion: {error}"
             continue
         for model, (_, figures) in MEASURED_LOSSES.items():
-            losses = CODED_LOSSES.get(bits, {}).get(model, {}) if coded else figures.get((row["preset"], layout), {})
+            losses = {} if coded else figures.get((row["preset"], layout), {})
+            losses = AUTO_LOSSES.get(model, {}) if bits == "auto" else losses
             row[model] = losses.get(ratio, NOT_MEASURED) + (" (quick)" if coded and ratio in losses else "")
         row["loss"] = "1" if ratio == 1 and not coded else row.get(name, NOT_MEASURED)
         words = ["mha2mla", "convert", typed, f"{name}-{named.replace(' ', '-').replace(',', '')}"]

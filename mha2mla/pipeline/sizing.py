@@ -93,22 +93,18 @@ MEASURED_LOSSES: Mapping[str, tuple[str, Mapping[tuple[str, str], Mapping[float,
         ),
     }
 )
-# The same of codes in the layout latent, by bits ("auto": by layer) and model, converted by preset quick. Those of 3
-# and 4 bits, and of SmolLM2 at 0.3125, are of codes before the trellis (h200-row-codes.json names each row's commit).
-CODED_LOSSES: Mapping[int | str, Mapping[str, Mapping[float, str]]] = MappingProxyType(
+# The same of ranks and bits by layer in the layout latent, preset quick, by model. SmolLM2 at 0.3125 is of codes before
+# the trellis (h200-row-codes.json names each row's commit).
+AUTO_LOSSES: Mapping[str, Mapping[float, str]] = MappingProxyType(
     {
-        "auto": {
-            "SmolLM2-135M-Instruct": {
-                0.5: "1.001 / 1.004", 0.3125: "1.006 / 1.009", 0.25: "1.005 / 1.006", 0.1875: "1.011 / 1.013",
-                0.16: "1.018 / 1.025", 0.125: "1.040 / 1.053", 0.0625: "1.240 / 1.298",
-            },
-            "Qwen2.5-Coder-0.5B-Instruct": {
-                0.5: "1.001 / 1.001", 0.3125: "1.009 / 1.017", 0.25: "1.015 / 1.006", 0.1875: "1.043 / 1.066",
-                0.16: "1.048 / 1.067", 0.125: "1.135 / 1.161", 0.0625: "2.038 / 2.009",
-            },
+        "SmolLM2-135M-Instruct": {
+            0.5: "1.001 / 1.004", 0.3125: "1.006 / 1.009", 0.25: "1.005 / 1.006", 0.1875: "1.011 / 1.013",
+            0.16: "1.018 / 1.025", 0.125: "1.040 / 1.053", 0.0625: "1.240 / 1.298",
         },
-        3: {"SmolLM2-135M-Instruct": {0.125: "1.067 / 1.092"}},
-        4: {"SmolLM2-135M-Instruct": {0.16: "1.044 / 1.058"}},
+        "Qwen2.5-Coder-0.5B-Instruct": {
+            0.5: "1.001 / 1.001", 0.3125: "1.009 / 1.017", 0.25: "1.015 / 1.006", 0.1875: "1.043 / 1.066",
+            0.16: "1.048 / 1.067", 0.125: "1.135 / 1.161", 0.0625: "2.038 / 2.009",
+        },
     }
 )  # fmt: skip
 

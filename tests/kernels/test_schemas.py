@@ -102,7 +102,7 @@ def appended():
 
 def coded():
     quantizer, latent, centers = RowQuantizer(4), torch.randn(11, 64), torch.randn(2, 64)
-    quantizer.round(torch.randn(64, 11).T), quantizer.round(latent.double()[:, 32:])
+    quantizer.round(torch.randn(64, 11).T), quantizer.round(latent.double()[:, 32:], backend="reference")
     for each in (quantizer, RowQuantizer(8)):
         each.decode(each.encode(latent.view(11, 2, 32)).transpose(0, 1), 32)
     torch.ops.mha2mla.codes_of_chains(torch.randn(16, 5).T, 3, False)

@@ -109,7 +109,7 @@ def test_plan_shows_bits_by_layer_beside_16_with_their_losses():
     (_, asked) = plan("smollm2-135m", cache_ratios=(1.0,), latent_bits="auto").rows
     assert asked["target"] == "latent 1, auto bits" and asked["bytes_per_token"] == 23040
     (_, three) = plan("smollm2-135m", gpu="h200-141gb", cache_ratios=(0.125,), latent_bits=3).rows
-    assert three["SmolLM2-135M-Instruct"] == "1.067 / 1.092 (quick)" and three["bytes_per_token"] == 2640
+    assert three["SmolLM2-135M-Instruct"] == NOT_MEASURED and three["bytes_per_token"] == 2640
     (_, four) = plan("smollm2-135m", gpu="h200-141gb", cache_ratios=(0.3,), latent_bits=4).rows
     assert four["SmolLM2-135M-Instruct"] == NOT_MEASURED
     auto = found.rows[3]

@@ -9,11 +9,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from mha2mla.conversion.families import adapter_for
-from mha2mla.geometry import coded_width
 from mha2mla.modeling.tensor_parallel import HeadShard
 from mha2mla.pipeline.sizing import (
     ATTENTION_OVER_PREDICTED,
-    CODED_LOSSES,
+    AUTO_LOSSES,
     CODES_OVER_PREDICTED,
     CONVERSIONS,
     GPUS,
@@ -174,7 +173,7 @@ def test_losses_of_ranks_and_bits_by_layer_are_those_on_record():
         for row in rows("h200-row-codes")
         if row["cache"].startswith("quick, auto")
     }
-    told = {(model, ratio): losses for model, each in CODED_LOSSES["auto"].items() for ratio, losses in each.items()}
+    told = {(model, ratio): losses for model, each in AUTO_LOSSES.items() for ratio, losses in each.items()}
     assert told == found
 
 
@@ -187,16 +186,6 @@ def test_bits_to_expect_are_the_means_on_record():
     for ratio, found in by_ratio.items():
         assert mean_bits(ratio) == pytest.approx(sum(found) / len(found), abs=0.06)
     assert mean_bits(0.03) == mean_bits(0.0625) < mean_bits(0.09) < mean_bits(0.125) and mean_bits(0.9) == 8
-
-
-def test_losses_of_codes_are_those_on_record():
-    """Of the rank that the budget holds in so many bits."""
-    by_cache = {row["cache"]: row for row in rows("h200-row-codes") if row["model"].startswith("SmolLM2")}
-    for bits, by_model in [(bits, each) for bits, each in CODED_LOSSES.items() if bits != "auto"]:
-        ((ratio, losses),) = by_model["SmolLM2-135M-Instruct"].items()
-        rank = coded_width(int(ratio * 768), bits)
-        row = by_cache[f"latent of {rank}, {bits} bits, importance"]
-        assert losses == f"{row['ratio 512']:.3f} / {row['ratio 8,192']:.3f}"
 
 
 def test_routed_experts_are_read_as_tokens_reach_them():

@@ -74,9 +74,10 @@ class RowQuantizer:
         """Bytes of a coded row of ``width`` elements: its scale, and codes with their padding."""
         return code_bytes(width, self.bits)
 
-    def encode(self, rows: Tensor, centers: Tensor | None = None) -> Tensor:
-        """``rows`` [..., width] of any floating dtype as uint8 [..., bytes_per_row(width)]."""
-        codes, _, scale, is_second = _find_codes(rows, centers, self.bits)
+    def encode(self, rows: Tensor, centers: Tensor | None = None, *, backend: str | None = None) -> Tensor:
+        """``rows`` [..., width] of any floating dtype as uint8 [..., bytes_per_row(width)]. ``backend``: of the search
+        up to 4 bits, "tilelang" or "reference"; None: TileLang on CUDA."""
+        codes, _, scale, is_second = _found(rows, centers, self.bits, backend)
         packed = [_pack(codes >> shift & (1 << plane) - 1, plane) for plane, shift in self.planes]
         stored = torch.where(is_second, -scale, scale)
         return torch.cat((stored.view(torch.uint8), torch.cat(packed, -1).flatten(-2)), -1)
@@ -93,9 +94,9 @@ class RowQuantizer:
         levels = _from_chains(_levels(values.unflatten(-1, (-1, CHAIN)), self.bits), width)
         return _rows(levels, scale.abs(), scale.signbit(), centers, dtype)
 
-    def round(self, rows: Tensor, centers: Tensor | None = None) -> Tensor:
-        """``rows`` [..., width] as their codes give them back, in the same dtype."""
-        _, *found = _find_codes(rows, centers, self.bits)
+    def round(self, rows: Tensor, centers: Tensor | None = None, *, backend: str | None = None) -> Tensor:
+        """``rows`` [..., width] as their codes give them back, in the same dtype. ``backend``: as of :meth:`encode`."""
+        _, *found = _found(rows, centers, self.bits, backend)
         return _rows(*found, centers, rows.dtype)
 
     @property
@@ -139,7 +140,9 @@ _codes_of = register_kernel(
 
 
 @torch.no_grad()
-def _found_codes(rows: Tensor, centers: Tensor | None, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _found_codes(
+    rows: Tensor, centers: Tensor | None, bits: int, compiled: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes [..., blocks, 32], uint8, by chains, of rows [..., width]; their levels [..., width] and scales [..., 1],
     float32; and which are coded from the second center [..., 1]. Products are exact in float64, so that their sums do
     not depend on the order."""
@@ -161,7 +164,6 @@ def _found_codes(rows: Tensor, centers: Tensor | None, bits: int) -> tuple[Tenso
     if trellis is None:
         codes = (chains + middle).round().clamp(0, 2**bits - 1).to(torch.uint8)
     else:
-        compiled = runs_compiled(None, rows.device, rows.dtype)
         codes = _codes_of(chains.reshape(-1, CHAIN), bits, compiled).view(chains.shape)
     codes = torch.where(has_codes[..., None, None], codes, 0)
     levels = _from_chains(_levels_of(codes, bits), width)
@@ -172,7 +174,7 @@ def _found_codes(rows: Tensor, centers: Tensor | None, bits: int) -> tuple[Tenso
     return codes.flatten(-2), levels, torch.where(is_number, scale, torch.nan), is_second
 
 
-def _empty_codes(rows: Tensor, _: Tensor | None, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _empty_codes(rows: Tensor, _: Tensor | None, bits: int, compiled: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     blocks = -(-rows.shape[-1] // CODE_BLOCK)
     scale = rows.new_empty(*rows.shape[:-1], 1, dtype=torch.float32)
     codes = rows.new_empty(*rows.shape[:-1], blocks, CODE_BLOCK, dtype=torch.uint8)
@@ -183,8 +185,15 @@ def _empty_codes(rows: Tensor, _: Tensor | None, bits: int) -> tuple[Tensor, Ten
 # rows and reads them again. Triton 3.6 lets other threads read than wrote, without a barrier between them
 # (github.com/triton-lang/triton/issues/10924): now and then codes were those of what the memory had held before.
 _find_codes = register(
-    "find_codes(Tensor rows, Tensor? centers, int bits) -> (Tensor, Tensor, Tensor, Tensor)", _found_codes, _empty_codes
+    "find_codes(Tensor rows, Tensor? centers, int bits, bool compiled) -> (Tensor, Tensor, Tensor, Tensor)",
+    _found_codes,
+    _empty_codes,
 )
+
+
+def _found(rows: Tensor, centers: Tensor | None, bits: int, backend: str | None) -> tuple[Tensor, ...]:
+    """:func:`_found_codes`, by the kernel or without."""
+    return _find_codes(rows, centers, bits, runs_compiled(backend, rows.device))
 
 
 def _energy(rows: Tensor) -> Tensor:
@@ -296,7 +305,7 @@ _append_codes = register_kernel(
     "append_codes(Tensor latent, Tensor(a!) latent_cache, Tensor slots, Tensor? centers, int bits, bool compiled)"
     " -> ()",
     lambda latent, latent_cache, slots, centers, bits: write_rows(
-        ((latent_cache, RowQuantizer(bits).encode(latent, centers)),), slots
+        ((latent_cache, RowQuantizer(bits).encode(latent, centers, backend="reference")),), slots
     ),
     lambda *_: None,
     "mha2mla.kernels.row_codes.kernel:launch_append_codes",
