@@ -64,10 +64,7 @@ def loss_and_bytes() -> Picture:
         Curve("healed, older codes", healed(), "other", "points"),
     ]
     panel = Panel("", SHARE, RATIO, curves, ("log2", "ratio"), labels="left")
-    note = (
-        f"{SMOLLM2} Windows of 512 tokens. Bits by layer: 2, 3, 4 or 8, at 0.31 older codes; healed: 1,000 steps a"
-        " layer, then 20 to 30M."
-    )
+    note = f"{SMOLLM2} Windows of 512 tokens. Bits by layer: 2, 3, 4 or 8; healed: 1,000 steps a layer, then 20 to 30M."
     return Picture("Loss by size of the KV cache: lower is better", [panel], 1, note)
 
 

@@ -93,12 +93,11 @@ MEASURED_LOSSES: Mapping[str, tuple[str, Mapping[tuple[str, str], Mapping[float,
         ),
     }
 )
-# The same of ranks and bits by layer in the layout latent, preset quick, by model. SmolLM2 at 0.3125 is of codes before
-# the trellis (h200-row-codes.json names each row's commit).
+# The same of ranks and bits by layer in the layout latent, preset quick, by model (h200-row-codes.json).
 AUTO_LOSSES: Mapping[str, Mapping[float, str]] = MappingProxyType(
     {
         "SmolLM2-135M-Instruct": {
-            0.5: "1.001 / 1.004", 0.3125: "1.006 / 1.009", 0.25: "1.005 / 1.006", 0.1875: "1.011 / 1.013",
+            0.5: "1.001 / 1.004", 0.3125: "1.005 / 1.006", 0.25: "1.005 / 1.006", 0.1875: "1.011 / 1.013",
             0.16: "1.018 / 1.025", 0.125: "1.040 / 1.053", 0.0625: "1.240 / 1.298",
         },
         "Qwen2.5-Coder-0.5B-Instruct": {
@@ -109,7 +108,7 @@ AUTO_LOSSES: Mapping[str, Mapping[float, str]] = MappingProxyType(
 )  # fmt: skip
 
 # Bits of an element that "auto" chose by cache_ratio, the mean over layers and over those two models.
-_MEAN_BITS = ((0.0625, 2.1), (0.125, 3.1), (0.16, 3.5), (0.1875, 3.9), (0.25, 4.4), (0.3125, 5.7), (0.5, 8.0))
+_MEAN_BITS = ((0.0625, 2.1), (0.125, 3.1), (0.16, 3.5), (0.1875, 3.9), (0.25, 4.4), (0.3125, 5.35), (0.5, 8.0))
 
 
 def mean_bits(cache_ratio: float) -> float:
