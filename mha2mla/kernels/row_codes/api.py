@@ -227,8 +227,9 @@ def _unpack(packed: Tensor, plane: int) -> Tensor:
     """The inverse of :func:`_pack`."""
     if plane == 8:
         return packed
-    shifts = _shifts(plane, packed.device)
-    return (packed.unflatten(-1, (plane, 4))[..., None, :, :, None] >> shifts & (1 << plane) - 1).flatten(-4)
+    shifts = _shifts(plane, packed.device).movedim(-1, 0).flatten(2)  # [2, 4 / plane, 1]: bytes stay side by side
+    nibbles = packed[..., None, None, :] >> shifts & (1 << plane) - 1
+    return nibbles.unflatten(-1, (plane, 4)).movedim(-4, -1).flatten(-4)
 
 
 def _shifts(plane: int, device: torch.device) -> Tensor:

@@ -11,8 +11,10 @@ what arithmetic in bfloat16 makes of i, exactly, in any kernel.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,6 +23,19 @@ CHAIN = 16  # elements that are coded together: those that a thread of a kernel 
 # Of each number of bits: the bend of levels, and the unit of x in standard deviations, that lose least of normally
 # distributed elements (found by search; bends are numbers of bfloat16).
 CURVES = {1: (0.0, 0.778), 2: (0.032958984375, 0.3734), 3: (0.01202392578125, 0.1899), 4: (0.00360107421875, 0.09855)}
+
+
+def _table(bits: int, device: torch.device) -> Tensor:
+    """Not for torch.compile, which leaves out roundings to bfloat16."""
+    x = torch.arange(2 ** (bits + 1), dtype=torch.float32, device=device) - (2**bits - 0.5)
+    bent = (x * x).bfloat16().float() * CURVES[bits][0] + 1
+    return (x * bent.bfloat16().float()).bfloat16().float()
+
+
+@cache
+def _host_table(bits: int) -> Tensor:
+    return _table(bits, torch.device("cpu"))
+
 
 _AT_ONCE = 2**14  # chains, of which the search holds some 1500 bytes each: more of them take longer
 
@@ -38,14 +53,11 @@ class Trellis:
     @property
     def levels(self) -> list[float]:
         """All of them, from the least on."""
-        return self.table(torch.device("cpu")).tolist()
+        return _host_table(self.bits).tolist()
 
     def table(self, device: torch.device) -> Tensor:
-        """The levels, float32, made on ``device``: a graph captures no copy to a GPU. (Not for torch.compile, which
-        leaves out roundings to bfloat16.)"""
-        x = torch.arange(2 ** (self.bits + 1), dtype=torch.float32, device=device) - self.middle
-        bent = (x * x).bfloat16().float() * self.bend + 1
-        return (x * bent.bfloat16().float()).bfloat16().float()
+        """The levels, float32, made on a GPU: a graph captures no copy to it."""
+        return _host_table(self.bits) if device.type == "cpu" else _table(self.bits, device)
 
     def subset(self, j: int) -> tuple[list[float], list[float]]:
         """Every fourth level from the ``j``-th on, and what lies half way between neighbours of them."""
@@ -54,35 +66,37 @@ class Trellis:
 
     def find_codes(self, chains: Tensor) -> Tensor:
         """Codes [n, 16], uint8, of chains [n, 16], float32 in units of x, whose levels are nearest: the path of the
-        least sum of squares, added in float32 from the first element on. Of equal paths u₂ = 0, then u = 0."""
-        return torch.cat([self._find_codes(part) for part in chains.split(_AT_ONCE)])
+        least sum of squares, added in float32 from the first element on. Of equal paths u₂ = 0, then u = 0.
 
-    def _find_codes(self, chains: Tensor) -> Tensor:
-        elements, n = chains.t().flatten(), len(chains)
-        table = self.table(chains.device)
-        m = torch.zeros(4, len(elements), dtype=torch.uint8, device=chains.device)  # of each subset's nearest level
-        for between in (table[4:] + table[:-4]).view(-1, 4, 1) / 2:
+        On the host, by NumPy: a token that a CPU generates has a dozen chains a layer, of which torch's calls take
+        several times as long."""
+        found = [self._find_codes(part.numpy()) for part in chains.cpu().split(_AT_ONCE)]
+        return torch.from_numpy(np.concatenate(found)).to(chains.device)
+
+    def _find_codes(self, chains: np.ndarray) -> np.ndarray:
+        table, elements, n = _host_table(self.bits).numpy(), np.ascontiguousarray(chains.T), len(chains)
+        m = np.zeros((4, CHAIN, n), np.uint8)  # of each subset's nearest level
+        for between in (table[4:] + table[:-4]).reshape(-1, 4, 1, 1) / 2:
             m += elements > between
-        numbers = 4 * m.int() + torch.arange(4, dtype=torch.int32, device=chains.device)[:, None]
-        near = (elements - table.index_select(0, numbers.flatten()).view_as(m)).square_()
-        near = near.view(2, 2, CHAIN, n)  # u ⊕ u₂, u₁
-        steps = torch.stack((near, near.flip(0))).permute(3, 0, 2, 1, 4).contiguous()  # element, u, u₁, u₂
-        cost = chains.new_full((2, 2, n), torch.inf)  # of states u₁, u₂
+        near = elements - table[4 * m + np.arange(4, dtype=np.uint8)[:, None, None]]
+        near = np.square(near, out=near).reshape(2, 2, CHAIN, n)  # u ⊕ u₂, u₁
+        steps = np.ascontiguousarray(np.stack((near, near[::-1])).transpose(3, 0, 2, 1, 4))  # element, u, u₁, u₂
+        cost = np.full((2, 2, n), np.inf, np.float32)  # of states u₁, u₂
         cost[0, 0] = 0
-        path = torch.zeros(2, 2, n, dtype=torch.int32, device=chains.device)  # last bits of the codes on the way there
-        for e, step in enumerate(steps):
-            first, second = step.add_(cost).unbind(2)
-            path = torch.where(second < first, path[:, 1], path[:, 0])
-            path[1].bitwise_or_(1 << e)
-            cost = torch.minimum(first, second)
-        least, best = cost[0, 0], path[0, 0]
-        for own, other in zip(cost.flatten(0, 1)[1:], path.flatten(0, 1)[1:], strict=True):
-            best = torch.where(own < least, other, best)
-            least = torch.minimum(own, least)
-        last = F.pad(best >> torch.arange(CHAIN, dtype=torch.int32, device=chains.device)[:, None] & 1, (0, 0, 2, 0))
+        path = np.zeros((2, 2, n), np.int32)  # last bits of the codes on the way there
+        for e in range(CHAIN):
+            paths = np.add(steps[e], cost, out=steps[e])
+            first, second = paths[:, :, 0], paths[:, :, 1]
+            path = np.where(second < first, path[:, 1], path[:, 0])
+            path[1] |= 1 << e
+            cost = np.minimum(first, second)
+        cost, path = cost.reshape(4, n), path.reshape(4, n)
+        path = np.take_along_axis(path, cost.argmin(0)[None], 0)  # the first of equal ones
+        last = np.zeros((CHAIN + 2, n), np.intp)
+        last[2:] = path >> np.arange(CHAIN)[:, None] & 1
         subset = 2 * (last[2:] ^ last[:-2]) + last[1:-1]
-        m = m.view(4, CHAIN, n).gather(0, subset[None].long())[0]
-        return (2 * m + last[2:]).to(torch.uint8).t().contiguous()
+        m = np.take_along_axis(m, subset[None], 0)[0]
+        return np.ascontiguousarray((2 * m + last[2:]).astype(np.uint8).T)
 
     def decode(self, codes: Tensor) -> Tensor:
         """Levels, float32, of codes [..., 16]."""
