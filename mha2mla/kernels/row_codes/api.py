@@ -37,7 +37,8 @@ class RowQuantizer:
 
     A row is coded by itself, from its float32 values: the same bytes in any batch, in any order. A coded row is bytes:
     the scale in float32, then the codes in blocks of 32 elements, of which the runs of 8 elements h and h + 2 are a
-    chain, even elements of a run before odd ones. A NaN or an infinity makes its row NaN and touches no other.
+    chain, even elements of a run before odd ones. A NaN or an infinity makes its row NaN and touches no other; from
+    1e38 on a finite row may give back infinities.
 
     With ``centers`` [2, width], codes are of a row's difference from the nearer one; the sign of the scale says which:
     negative for the second.
@@ -77,7 +78,7 @@ class RowQuantizer:
     def encode(self, rows: Tensor, centers: Tensor | None = None, *, backend: str | None = None) -> Tensor:
         """``rows`` [..., width] of any floating dtype as uint8 [..., bytes_per_row(width)]. ``backend``: of the search
         up to 4 bits, "tilelang" or "reference"; None: TileLang on CUDA."""
-        codes, _, scale, is_second = _found(rows, centers, self.bits, backend)
+        codes, _, scale, is_second = _find_codes(rows, centers, self.bits, runs_compiled(backend, rows.device))
         packed = [_pack(codes >> shift & (1 << plane) - 1, plane) for plane, shift in self.planes]
         stored = torch.where(is_second, -scale, scale)
         return torch.cat((stored.view(torch.uint8), torch.cat(packed, -1).flatten(-2)), -1)
@@ -96,7 +97,7 @@ class RowQuantizer:
 
     def round(self, rows: Tensor, centers: Tensor | None = None, *, backend: str | None = None) -> Tensor:
         """``rows`` [..., width] as their codes give them back, in the same dtype. ``backend``: as of :meth:`encode`."""
-        _, *found = _found(rows, centers, self.bits, backend)
+        _, *found = _find_codes(rows, centers, self.bits, runs_compiled(backend, rows.device))
         return _rows(*found, centers, rows.dtype)
 
     @property
@@ -144,8 +145,8 @@ def _found_codes(
     rows: Tensor, centers: Tensor | None, bits: int, compiled: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes [..., blocks, 32], uint8, by chains, of rows [..., width]; their levels [..., width] and scales [..., 1],
-    float32; and which are coded from the second center [..., 1]. Products are exact in float64, so that their sums do
-    not depend on the order."""
+    float32; and which are coded from the second center [..., 1]. Products are exact in float64: their sums, rounded
+    to float32, hardly depend on the order."""
     quantizer, width = RowQuantizer(bits), rows.shape[-1]
     trellis, middle = quantizer.trellis, quantizer.middle
     rows = rows.float().contiguous()  # the layout that is promised
@@ -189,11 +190,6 @@ _find_codes = register(
     _found_codes,
     _empty_codes,
 )
-
-
-def _found(rows: Tensor, centers: Tensor | None, bits: int, backend: str | None) -> tuple[Tensor, ...]:
-    """:func:`_found_codes`, by the kernel or without."""
-    return _find_codes(rows, centers, bits, runs_compiled(backend, rows.device))
 
 
 def _energy(rows: Tensor) -> Tensor:

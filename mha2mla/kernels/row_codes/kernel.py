@@ -42,7 +42,7 @@ class CodedRow:
     planes = property(lambda k: RowQuantizer(k.bits).planes)  # a plane's shift is its first word in a block, too
 
     def product(self, a, b):
-        return a * b if self.on_cpu or self.fused else T.ieee_mul(a, b)
+        return a * b if self.fused else self.exact_product(a, b)
 
     def exact_product(self, a, b):
         return a * b if self.on_cpu else T.ieee_mul(a, b)
@@ -338,7 +338,7 @@ def make_append_codes(
     @T.macro
     def find_step(rows, centers, token, lane, x):
         """``second`` and ``step``, and the energy of the row's difference in ``sums[0]``. Products are exact in
-        float64, so that their sums do not depend on the order."""
+        float64: their sums, rounded to float32, hardly depend on the order."""
         for c in T.unroll(1 if center_dtype is None else 2):
             x.sums[c] = T.float64(0)
             x.largest[c] = 0.0

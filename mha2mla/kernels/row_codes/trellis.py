@@ -23,6 +23,7 @@ CHAIN = 16  # elements that are coded together: those that a thread of a kernel 
 # Of each number of bits: the bend of levels, and the unit of x in standard deviations, that lose least of normally
 # distributed elements (found by search; bends are numbers of bfloat16).
 CURVES = {1: (0.0, 0.778), 2: (0.032958984375, 0.3734), 3: (0.01202392578125, 0.1899), 4: (0.00360107421875, 0.09855)}
+_AT_ONCE = 2**14  # chains, of which the search holds some 1500 bytes each: more of them take longer
 
 
 def _table(bits: int, device: torch.device) -> Tensor:
@@ -35,9 +36,6 @@ def _table(bits: int, device: torch.device) -> Tensor:
 @cache
 def _host_table(bits: int) -> Tensor:
     return _table(bits, torch.device("cpu"))
-
-
-_AT_ONCE = 2**14  # chains, of which the search holds some 1500 bytes each: more of them take longer
 
 
 @dataclass(frozen=True)
