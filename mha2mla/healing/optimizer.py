@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +20,9 @@ MOMENTUM = 0.95  # Muon's
 # Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024): five steps of this polynomial bring
 # singular values from 0.002 to 1 between 0.7 and 1.2.
 _ITERATIONS, _POLYNOMIAL = 5, (3.4445, -4.7750, 2.0315)
+# Elements of matrices of one shape that are orthogonalised at once: one by one, those of a small model are some fifty
+# launches each.
+_AT_ONCE = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ def orthogonalise(matrices: Tensor) -> Tensor:
         matrices: [..., rows, columns], finite; one of zeros stays so, and one below about 1e-38 may come out smaller.
     """
     wide = (matrices if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT).float()
+    wide = wide.reshape(-1, *wide.shape[-2:])
     for order in (math.inf, 2):  # by the largest first: squares of 1e-23 are 0, those of 1e20 infinite
         size = torch.linalg.vector_norm(wide, order, dim=(-2, -1), keepdim=True)
         wide = wide / size.clamp_min(torch.finfo(torch.float32).tiny)
@@ -58,13 +62,26 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     first, third, fifth = _POLYNOMIAL
     for _ in range(_ITERATIONS):
         square = wide @ wide.mT
-        wide = first * wide + (third * square + fifth * square @ square) @ wide
-    return (wide if matrices.shape[-2] <= matrices.shape[-1] else wide.mT).float()
+        square = torch.baddbmm(square, square, square, beta=third, alpha=fifth)
+        wide = torch.baddbmm(wide, square, wide, beta=first)
+    wide = wide if matrices.shape[-2] <= matrices.shape[-1] else wide.mT
+    return wide.reshape(matrices.shape).float()
 
 
 def muon_direction(gradient: Tensor) -> Tensor:
     """The orthogonalised gradient [..., rows, columns], its elements' root mean square about 1 at full rank."""
     return orthogonalise(gradient).mul_(math.sqrt(max(gradient.shape[-2:])))
+
+
+def _alike(weights: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Those that have a gradient, by shape, as many as are orthogonalised at once."""
+    by_shape: dict[torch.Size, list[Tensor]] = {}
+    for weight in weights:
+        if weight.grad is not None:
+            by_shape.setdefault(weight.shape, []).append(weight)
+    for shape, same in by_shape.items():
+        count = max(1, _AT_ONCE // shape.numel())
+        yield from (same[start : start + count] for start in range(0, len(same), count))
 
 
 class Muon(torch.optim.Optimizer):
@@ -83,21 +100,30 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    one = self._of_matrices if group["matrices"] else self._of_elements
-                    weight.sub_(one(weight.grad, self.state[weight]), alpha=group["lr"])
+            if group["matrices"]:
+                for weights in _alike(group["params"]):
+                    for weight, direction in zip(weights, self._of_matrices(weights), strict=True):
+                        weight.sub_(direction, alpha=group["lr"])
+            else:
+                for weight in group["params"]:
+                    if weight.grad is not None:
+                        weight.sub_(self._of_elements(weight.grad, self.state[weight]), alpha=group["lr"])
 
-    @staticmethod
-    def _of_matrices(gradient: Tensor, state: dict[str, Tensor]) -> Tensor:
-        if not state:
-            state["momentum"] = torch.zeros_like(gradient)
-        momentum = state["momentum"].lerp_(gradient, 1 - MOMENTUM)
-        ahead = gradient.lerp(momentum, MOMENTUM)
-        if not isinstance(ahead, DTensor):
-            return muon_direction(ahead)
-        made = muon_direction(ahead.full_tensor())
-        return distribute_tensor(made, ahead.device_mesh, ahead.placements, src_data_rank=None)
+    def _of_matrices(self, weights: list[Tensor]) -> Iterator[Tensor]:
+        """Directions of weights of one shape."""
+        ahead = []
+        for weight in weights:
+            state = self.state[weight]
+            if not state:
+                state["momentum"] = torch.zeros_like(weight.grad)
+            ahead.append(weight.grad.lerp(state["momentum"].lerp_(weight.grad, 1 - MOMENTUM), MOMENTUM))
+        made = muon_direction(
+            torch.stack([each.full_tensor() if isinstance(each, DTensor) else each for each in ahead])
+        )
+        for each, direction in zip(ahead, made, strict=True):
+            if isinstance(each, DTensor):
+                direction = distribute_tensor(direction, each.device_mesh, each.placements, src_data_rank=None)
+            yield direction
 
     @staticmethod
     def _of_elements(gradient: Tensor, state: dict[str, Tensor]) -> Tensor:
@@ -136,8 +162,8 @@ def make_optimizer(student: nn.Module, settings: Settings) -> torch.optim.Optimi
 def first_directions(student: nn.Module, settings: Settings) -> list[tuple[Tensor, Tensor]]:
     """Trained weights that have a gradient, and what the optimizer's first step subtracts for a rate of 1."""
     matrices = matrices_of(student) if settings.optimizer == "muon" else set()
-    return [
-        (each, muon_direction(each.grad) if id(each) in matrices else each.grad / (each.grad.abs() + EPSILON))
-        for each in student.parameters()
-        if each.grad is not None
-    ]
+    trained = [each for each in student.parameters() if each.grad is not None]
+    found = [(each, each.grad / (each.grad.abs() + EPSILON)) for each in trained if id(each) not in matrices]
+    for same in _alike(each for each in trained if id(each) in matrices):
+        found += zip(same, muon_direction(torch.stack([each.grad for each in same])), strict=True)
+    return found

@@ -7,7 +7,7 @@ import math
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.fit.repeatable import deterministic
 from mha2mla.files import CURVE, atomic_write, write_output
 from mha2mla.healing.loss import distillation_loss, divergence
-from mha2mla.healing.optimizer import SCHEDULES, make_optimizer
+from mha2mla.healing.optimizer import SCHEDULES, first_directions, make_optimizer
 from mha2mla.healing.settings import Settings
 from mha2mla.healing.student import Models
 from mha2mla.terminal import progress_bar, waiting
@@ -294,7 +294,8 @@ class Trained:
 @deterministic(warn_only=True)  # the mode of train: in another one layers are compiled again
 def tokens_in(minutes: float, distillation: Distillation, settings: Settings, vocabulary: int) -> int:
     """Tokens that ``minutes`` of training take on this machine, by passes over random tokens in windows of both
-    lengths; no step is made. A GPU is timed after a first pass, which compiles; a CPU by one long window, once."""
+    lengths and the directions of a step, which is not made. A GPU is timed after a first pass, which compiles; a CPU by
+    one long window, once."""
     device, seconds = distillation.student.device, 0.0
     is_warmed = device.type == "cuda" or distillation.compiled
     windows = settings.pass_tokens // settings.long_length if is_warmed else 1
@@ -305,11 +306,23 @@ def tokens_in(minutes: float, distillation: Distillation, settings: Settings, vo
     for length, share in shares.items():
         if is_warmed:
             _first_pass(distillation, ids, length)
-        started, timed = _now(device), _TIMED if is_warmed else 1
-        for _ in range(timed):
-            run_pass(distillation, ids, length)
-        seconds += share * (_now(device) - started) / timed
-    return max(settings.long_length, int(60 * minutes / seconds * ids.numel()))
+        seconds += share * _timed(lambda length=length: run_pass(distillation, ids, length), device, is_warmed)
+    seconds /= ids.numel()
+    _gradients(distillation, ids, settings.length)
+    with torch.no_grad():
+        if is_warmed:
+            first_directions(distillation.student, settings)
+        step = _timed(lambda: first_directions(distillation.student, settings), device, is_warmed)
+    distillation.zero_grad()
+    return max(settings.long_length, int(60 * minutes / (seconds + step / settings.step_tokens)))
+
+
+def _timed(call: Callable[[], object], device: torch.device, is_warmed: bool) -> float:
+    """Seconds of a call, on average; of one that is not warmed up once."""
+    started, times = _now(device), _TIMED if is_warmed else 1
+    for _ in range(times):
+        call()
+    return (_now(device) - started) / times
 
 
 @deterministic(warn_only=True)  # the mode of train: in another one layers are compiled again
@@ -349,8 +362,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def run_pass(distillation: Distillation, ids: Tensor, length: int) -> None:
     """A forward and backward pass over ids [blocks, size] in windows of ``length``; its gradients are dropped."""
-    distillation.train()(ids, torch.full((len(ids),), length))["loss"].backward()
+    _gradients(distillation, ids, length)
     distillation.zero_grad()
+
+
+def _gradients(distillation: Distillation, ids: Tensor, length: int) -> None:
+    distillation.train()(ids, torch.full((len(ids),), length))["loss"].backward()
 
 
 def _now(device: torch.device) -> float:

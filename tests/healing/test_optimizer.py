@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from mha2mla.healing import optimizer as optimizer_module
 from mha2mla.healing.optimizer import MOMENTUM, Muon, make_optimizer, matrices_of, muon_direction, orthogonalise
 from mha2mla.healing.settings import Settings
 from mha2mla.healing.student import load_models
+from tests.ops import Calls
 
 SETTINGS = {"tokens": 128, "length": 32, "long_length": 32, "rate": 1e-3}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -56,6 +58,22 @@ def test_a_step_of_each_kind_is_the_plain_one():
         adamw.step()
     torch.testing.assert_close(matrix.detach(), expected)
     torch.testing.assert_close(vector, beside)
+
+
+@pytest.mark.parametrize("at_once", [1, 2 * 24, 1 << 26])
+def test_matrices_of_one_shape_at_once_are_each_by_itself(at_once, monkeypatch):
+    monkeypatch.setattr(optimizer_module, "_AT_ONCE", at_once)
+    shapes = [(6, 4), (2, 3, 8), (6, 4), (4, 6), (6, 4), (6, 4)]
+    weights = [torch.nn.Parameter(random(*shape)) for shape in shapes]
+    optimizer = Muon([{"params": weights, "lr": 1.0, "matrices": True}])
+    for seed, weight in enumerate(weights[:-1]):  # the last has no gradient
+        weight.grad = random(*weight.shape, seed=seed)
+    with Calls() as called:
+        optimizer.step()
+    assert called.names.count("aten::baddbmm") == 10 * {1: 5, 48: 4, 1 << 26: 3}[at_once]
+    for weight, shape in zip(weights[:-1], shapes[:-1], strict=True):
+        torch.testing.assert_close(random(*shape) - weight.detach(), muon_direction((1 - MOMENTUM**2) * weight.grad))
+    assert torch.equal(weights[-1].detach(), random(6, 4))
 
 
 def test_a_state_is_taken_up():

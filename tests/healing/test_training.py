@@ -39,10 +39,11 @@ def test_minutes_become_tokens_by_the_clock(compiled, passes, folders, monkeypat
     settings = Settings.of("quick", minutes=2.0, **windows, batch_tokens=64, tokens_at_once=64)
     distillation = Distillation(load_models(*folders, torch.device("cpu"), settings), None)
     distillation.compiled = compiled
-    clock = iter([10.0, 16.0, 20.0, 32.0])  # the passes of 64 tokens in six seconds, of long windows in twelve
+    # The passes of 64 tokens in six seconds, of long windows in twelve; a step of as many tokens in three.
+    clock = iter([10.0, 16.0, 20.0, 32.0, 40.0, 43.0])
     monkeypatch.setattr(training, "_now", lambda _: next(clock))
     before = {name: each.clone() for name, each in distillation.state_dict().items()}
-    assert tokens_in(2.0, distillation, settings, 258) == int(120 / ((0.8 * 6 + 0.2 * 12) / passes) * 64)
+    assert tokens_in(2.0, distillation, settings, 258) == int(120 / ((0.8 * 6 + 0.2 * 12 + 3) / passes) * 64)
     assert all(torch.equal(before[name], each) for name, each in distillation.state_dict().items())
     assert all(each.grad is None for each in distillation.parameters())
 
