@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -16,7 +16,7 @@ from torch import nn
 from torch.func import functional_call
 from transformers import PreTrainedConfig
 
-from mha2mla.conversion.calibration.blocks import SPILL_BYTES, ActivationStore, TokenBlocks, device_for_activations
+from mha2mla.conversion.calibration.blocks import SPILL_BYTES, ActivationStore, TokenBlocks
 from mha2mla.conversion.calibration.statistics import PAIRS, LayerStatistics, StatisticsCollector
 from mha2mla.conversion.families import FamilyAdapter, SourceSpec
 from mha2mla.conversion.fit.reconstruction import (
@@ -176,8 +176,8 @@ class LayerWalk:
             yield from self._walk_source()
 
     def _walk_source(self) -> Iterator[ConvertedLayer]:
-        missing, (store,) = self._missing(), self.new_stores(1, on_device=True)
-        try:
+        missing = self._missing()
+        with self.stores(1) as (store,):
             self.model.embed(store)
             for layer in range(self.spec.num_layers):
                 started = time.perf_counter()
@@ -191,18 +191,13 @@ class LayerWalk:
                     seconds = time.perf_counter() - started
                     yield ConvertedLayer(layer, self.stored(layer, tensors), seconds, fallback=fallback)
                 self.model.source.release()
-        finally:
-            store.close()
 
     def _missing(self) -> list[int]:
         return [layer for layer in range(self.spec.num_layers) if layer not in (self.done or {})]
 
-    def new_stores(self, count: int, *, on_device: bool = False) -> list[ActivationStore]:
-        """Room for a hidden state per token each; ``on_device``: on the model's, where all of them fit there."""
-        size = self.windows.tokens.numel() * self.spec.hidden_size * self.model.dtype.itemsize
-        device = device_for_activations(self.model.device, count * size) if on_device else torch.device("cpu")
-        keys = {"dtype": self.model.dtype, "folder": self.folder, "spill_bytes": self.spill_bytes, "device": device}
-        return [ActivationStore(self.windows, self.spec.hidden_size, **keys) for _ in range(count)]
+    def stores(self, count: int) -> AbstractContextManager[list[ActivationStore]]:
+        """:meth:`StreamedModel.stores` of the walk's windows."""
+        return self.model.stores(self.windows, count, folder=self.folder, spill_bytes=self.spill_bytes)
 
     def collector(self, layer: int, sample_tokens: int | None = None, pairs: int = PAIRS) -> StatisticsCollector:
         """Of what layer ``layer`` is given; ``sample_tokens`` for closed-form fits to look at, by default more without
@@ -351,8 +346,7 @@ class _ConvertedWalk:
 
     def layers(self) -> Iterator[ConvertedLayer]:
         sequence, done = self.sequence, self.sequence.done or {}
-        stores = self.stream, self.source, self.targets = sequence.new_stores(3, on_device=True)
-        try:
+        with sequence.stores(3) as (self.stream, self.source, self.targets):
             for store in (self.stream, self.source):
                 self.model.embed(store)
             for layer in range(self.num_layers):
@@ -372,9 +366,6 @@ class _ConvertedWalk:
                 self.model.source.release()
                 if made is not None:
                     yield replace(made, seconds=time.perf_counter() - started)
-        finally:
-            for store in stores:
-                store.close()
 
     def _convert(self, module: nn.Module, layer: int) -> ConvertedLayer:
         collector = self.sequence.collector(layer)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from mha2mla.conversion.calibration.blocks import SPILL_BYTES, ActivationStore, TokenBlocks, device_for_activations
+from mha2mla.conversion.calibration.blocks import SPILL_BYTES, ActivationStore, TokenBlocks
 from mha2mla.conversion.families import visible
 from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION, UNGROUPED_SDPA, ungrouped_sdpa
 from mha2mla.conversion.predictions import (
@@ -102,26 +102,18 @@ def compare(
         folder: where activations go when they exceed ``spill_bytes``; heads that do are read again and again.
         by_layer: measure errors of every layer too; scores of long windows take their time.
     """
-    stores: list[ActivationStore] = []
-    try:
-        size = 2 * tokens.numel() * source.hidden_size * source.dtype.itemsize
-        device = device_for_activations(source.device, size)
-        for model in (source, converted):
-            keys = {"dtype": model.dtype, "folder": folder, "spill_bytes": spill_bytes, "device": device}
-            stores.append(ActivationStore(TokenBlocks.of(tokens), model.hidden_size, **keys))
-            model.embed(stores[-1])
-        layers = []
+    models, layers = (source, converted), []
+    with source.stores(TokenBlocks.of(tokens), 2, folder=folder, spill_bytes=spill_bytes) as stores:
+        for model, store in zip(models, stores, strict=True):
+            model.embed(store)
         for index in progress_bar(range(source.num_layers), desc="verify", unit="layer", show=progress):
             if by_layer:
                 layers.append(_compare_layer(source, converted, index, stores))
                 continue
-            for model, store in zip((source, converted), stores, strict=True):
+            for model, store in zip(models, stores, strict=True):
                 model.run_layer(model.layer(index), index, store, tokens=BATCH_TOKENS)
                 model.source.release()
         return _compare_logits(source, converted, stores, tokens, tuple(layers), spill_bytes)
-    finally:
-        for store in stores:
-            store.close()
 
 
 class _Error:

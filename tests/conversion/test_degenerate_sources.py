@@ -275,10 +275,10 @@ def test_biases_of_hundreds_cost_no_more_in_bfloat16_than_the_source_s(checkpoin
         tiny.config("qwen2"),
     )
     walk = dataclasses.replace(walk, geometries=walk.recipe.geometries(walk.spec))
-    (store,) = walk.new_stores(1)
-    walk.model.embed(store)
-    module, inputs, collector = walk.model.layer(0), walk.first_window(store), walk.collector(0)
-    walk.model.run_layer(module, 0, store, tokens=2048, observe=collector.add)
+    with walk.stores(1) as (store,):
+        walk.model.embed(store)
+        module, inputs, collector = walk.model.layer(0), walk.first_window(store), walk.collector(0)
+        walk.model.run_layer(module, 0, store, tokens=2048, observe=collector.add)
     converted = copy.deepcopy(module)
     converted.self_attn = walk.empty_attention(0)
     converted.self_attn.load_state_dict(walk.convert(0, collector.finish())[0], assign=True)

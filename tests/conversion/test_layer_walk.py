@@ -16,6 +16,7 @@ from mha2mla.conversion.fit.reconstruction import ReconstructionError, reconstru
 from mha2mla.conversion.latent.basis import layer_statistics
 from mha2mla.conversion.layer import finish_layer, prepare_layer
 from mha2mla.conversion.layer_walk import LayerSteps, LayerWalk, block_forward, token_weights
+from mha2mla.conversion.source import streaming
 from mha2mla.conversion.source.files import CheckpointReader
 from mha2mla.conversion.source.streaming import StreamedModel
 from tests.conversion import tiny
@@ -374,11 +375,11 @@ def test_failing_closed_forms_give_way_to_plainer_ones(spoil, reason, steps, sou
 
 
 def test_tokens_without_energy_do_not_count(sources, tmp_path):
-    (store,) = sequence(sources("llama"), Fitted(), tmp_path, windows=2).new_stores(1)
     values = torch.randn(2, 32, 48)
     values[0, 3], values[1, 5] = 0, 1e-12
-    store.write(slice(0, 2), values)
-    weights = token_weights(store, 64, CPU)
+    with sequence(sources("llama"), Fitted(), tmp_path, windows=2).stores(1) as (store,):
+        store.write(slice(0, 2), values)
+        weights = token_weights(store, 64, CPU)
     assert weights[0, 3] == weights[1, 5] == 0
     expected = 1 / values.square().mean(-1)
     kept = weights > 0
@@ -387,6 +388,6 @@ def test_tokens_without_energy_do_not_count(sources, tmp_path):
 
 def test_a_walk_keeps_activations_where_they_fit(sources, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(layer_walk, "device_for_activations", lambda device, size: asked.append(size) or CPU)
+    monkeypatch.setattr(streaming, "device_for_activations", lambda device, size: asked.append(size) or CPU)
     walk = sequence(sources("llama"), Recipe(layout="latent", cache_ratio=0.5), tmp_path)
     assert len(list(walk)) == 3 and asked == [walk.windows.tokens.numel() * walk.spec.hidden_size * 4]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,16 +46,18 @@ class Layers:
     def _inputs(self, *parts: TokenBlocks):
         """Layer, and batches of what its attention is given in each of two ``parts`` of the text."""
         model = self.walk.model
-        stores = [store for part in parts for store in replace(self.walk, windows=part).new_stores(1)]
-        for store in stores:
-            model.embed(store)
-        for layer in range(CHOSEN[-1] + 1):
-            module, seen = model.layer(layer), ([], [])
-            for store, batches in zip(stores, seen, strict=True):
-                model.run_layer(module, layer, store, tokens=2048, observe=batches.append if layer in CHOSEN else None)
-            if layer in CHOSEN:
-                yield layer, *seen
-            model.source.release()
+        with ExitStack() as stack:
+            stores = [stack.enter_context(replace(self.walk, windows=part).stores(1))[0] for part in parts]
+            for store in stores:
+                model.embed(store)
+            for layer in range(CHOSEN[-1] + 1):
+                module, seen = model.layer(layer), ([], [])
+                for store, batches in zip(stores, seen, strict=True):
+                    observe = batches.append if layer in CHOSEN else None
+                    model.run_layer(module, layer, store, tokens=2048, observe=observe)
+                if layer in CHOSEN:
+                    yield layer, *seen
+                model.source.release()
 
     def losses(self, recipe: Recipe) -> list[float]:
         """Relative squared error of the attention's output on held-out text, by layer."""

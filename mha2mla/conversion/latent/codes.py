@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -80,8 +81,8 @@ def _divergences(
         bits: replace(walk, windows=windows, geometries=(replace(geometry, latent_bits=bits),) * len(layers))
         for bits in widths
     }
-    streams = {bits: each.new_stores(1, on_device=True)[0] for bits, each in walks.items()}
-    try:
+    with ExitStack() as stack:
+        streams = {bits: stack.enter_context(each.stores(1))[0] for bits, each in walks.items()}
         for store in streams.values():
             model.embed(store)
         for index in range(len(layers)):
@@ -100,9 +101,6 @@ def _divergences(
             expected, *coded = ((norm(streams[bits].read(*read)) @ head.T).float().log_softmax(-1) for bits in widths)
             for bits, each in zip(_CODES, coded, strict=True):
                 found[bits] += float(kl_divergence(expected, each).sum()) / windows.tokens.numel()
-    finally:
-        for store in streams.values():
-            store.close()
     return found
 
 
@@ -121,9 +119,8 @@ def streamed_statistics(
     blocks, has_rope_cache = walk.windows, walk.geometries[0].has_rope_cache
     step = max(1, blocks.tokens.numel() // FIRST_TOKENS)
     starts = replace(walk, windows=TokenBlocks.of(blocks.tokens.flatten()[::step][:, None]))
-    *boundaries, beginning = *walk.new_stores(count + 1, on_device=True), *starts.new_stores(1, on_device=True)
     first, found = [], []
-    try:
+    with walk.stores(count + 1) as boundaries, starts.stores(1) as (beginning,):
         model.embed(boundaries[0])
         model.embed(beginning)
         with progress_bar(show=progress, total=2 * count, desc="basis of the codes", unit="layer") as bar:
@@ -145,9 +142,6 @@ def streamed_statistics(
                 found.append(_through(forward, index, has_rope_cache, inputs, slopes, first.pop(), model.device))
                 model.source.release()
                 bar.update()
-    finally:
-        for store in (*boundaries, beginning):
-            store.close()
     return found[::-1]
 
 

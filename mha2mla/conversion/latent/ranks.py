@@ -157,10 +157,8 @@ def measure_losses(
     streams = 1 + layers * len(geometries)
     walking, comparing = split(progress, 4, 1)
     judging = replace(walk, windows=judged, spill_bytes=walk.spill_bytes // streams)
-    fitted, targets = walk.new_stores(2, on_device=True)
-    clean, *others = judging.new_stores(streams, on_device=True)
-    unused, perturbed = iter(others), []
-    try:
+    with walk.stores(2) as (fitted, targets), judging.stores(streams) as (clean, *others):
+        unused, perturbed = iter(others), []
         model.embed(fitted)
         model.embed(clean)
         for layer in progress_bar(range(layers), desc="layer ranks", unit="layer", show=walking):
@@ -197,9 +195,6 @@ def measure_losses(
             model.source.release()
         with tf32_on_cuda(model.device):
             divergences = _divergences(model, clean, perturbed, comparing)
-    finally:
-        for store in (fitted, targets, clean, *others):
-            store.close()
     count = len(geometries)
     return [divergences[first : first + count] for first in range(0, len(divergences), count)]
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from mha2mla.conversion.calibration.blocks import ActivationStore
+from mha2mla.conversion.calibration.blocks import ActivationStore, TokenBlocks, device_for_activations
 from mha2mla.conversion.families import visible
 from mha2mla.conversion.fit.repeatable import UNGROUPED_SDPA
 from mha2mla.conversion.source.files import CheckpointReader
@@ -61,6 +62,22 @@ class StreamedModel:
     def expected_names(self) -> frozenset[str]:
         """Names of the stored tensors, without the ones tied to another."""
         return frozenset(self.stored.shapes)
+
+    @contextmanager
+    def stores(
+        self, blocks: TokenBlocks, count: int, *, folder: Path, spill_bytes: int
+    ) -> Iterator[list[ActivationStore]]:
+        """Room for ``count`` hidden states per token of ``blocks``, until the context ends: on the model's device where
+        all of them fit there, or in ``folder`` where one exceeds ``spill_bytes``."""
+        size = blocks.tokens.numel() * self.hidden_size * self.dtype.itemsize
+        device = device_for_activations(self.device, count * size)
+        keys = {"dtype": self.dtype, "folder": folder, "spill_bytes": spill_bytes, "device": device}
+        stores = [ActivationStore(blocks, self.hidden_size, **keys) for _ in range(count)]
+        try:
+            yield stores
+        finally:
+            for store in stores:
+                store.close()
 
     @torch.inference_mode()
     def embed(self, store: ActivationStore) -> None:
