@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mha2mla.checkpoints import CONFIG_FILE, find_checkpoint, read_json, regular_file
+from mha2mla.conversion.card import RECORD_FILE
 from mha2mla.files import Kind, output_file
 
 KEYS = ("id", "prompt", "messages")  # equal in two lines that ask for the same
@@ -153,8 +155,6 @@ def checkpoint_digest(checkpoint: str) -> str:
     Raises:
         FileNotFoundError, ValueError: there is none, or a file of it cannot be read.
     """
-    from mha2mla.checkpoints import CONFIG_FILE, find_checkpoint, read_json, regular_file
-    from mha2mla.conversion.card import RECORD_FILE
     from mha2mla.conversion.source.files import companions, identify
 
     folder = Path(find_checkpoint(checkpoint, "model"))

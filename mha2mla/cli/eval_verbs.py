@@ -9,10 +9,11 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, Parameter
 
 from mha2mla.checkpoints import find_checkpoint, find_converted, find_pair
-from mha2mla.cli.flags import SEVERAL, Device, Dtype, Json, Numbers, Ratios, RotaryKeyCache, Texts, flag, torch_dtype
+from mha2mla.cli.flags import SEVERAL, Device, Dtype, Json, Numbers, Ratios, RotaryKeyCache, Texts, flag
 from mha2mla.conversion.calibration.texts import check_single_text
+from mha2mla.conversion.card import RECORD_FILE
 from mha2mla.conversion.target import DEFAULT_LAYOUT, LayoutName
-from mha2mla.environment import thread_hint
+from mha2mla.environment import collect_environment, compute_device, describe_environment, thread_hint, usual_dtype
 from mha2mla.files import output_file, page, report_file
 from mha2mla.terminal import announce
 from mha2mla.trial_models import ShapeName, random_pair
@@ -85,7 +86,7 @@ def eval_quality(
         probes=probes and probe_items,
         generation=generation,
         device=device,
-        dtype=torch_dtype(dtype),
+        dtype=dtype,
     )
     found = measured.to_dict()
     fields = {"source": source, "converted": converted, **found}
@@ -141,7 +142,7 @@ def eval_tasks(
     from mha2mla.eval import tasks
 
     options = {"num_fewshot": num_fewshot, "limit": limit, "batch_size": batch_size, "device": device}
-    found = tasks.evaluate_tasks(source, converted, task, folder=folder, dtype=torch_dtype(dtype), **options)
+    found = tasks.evaluate_tasks(source, converted, task, folder=folder, dtype=dtype, **options)
     rows, fields = [row.to_dict() for row in found], {"source": source, "converted": converted}
     _show(rows, tasks.COLUMNS, title=f"{source} → {converted}", kind="tasks", json=record, **fields)
 
@@ -215,7 +216,6 @@ def eval_latency(
         find_checkpoint(source, "source")
         find_converted(converted, "converted")
     announce(f"loading {random_weights or preset or f'{source} and {converted}'}", thread_hint(device))
-    from mha2mla.environment import collect_environment, compute_device, describe_environment, usual_dtype
     from mha2mla.eval.measurement import wrong_rows
     from mha2mla.eval.report import print_table, write_json
 
@@ -324,7 +324,6 @@ def inspect_checkpoint(
             raise ValueError(f"{flag(name)} has {min(values)}; expected at least 1")
     find_converted(checkpoint, "checkpoint")
     announce(f"reading {checkpoint}")
-    from mha2mla.conversion.card import RECORD_FILE
     from mha2mla.eval import inspection
     from mha2mla.eval.report import print_table, print_values, write_json
 
@@ -421,7 +420,6 @@ def env(*, json: Json = None) -> None:
     mha2mla env --json environment.json
     """
     record = report_file(json, "environment")
-    from mha2mla.environment import collect_environment
     from mha2mla.eval.report import print_values, write_json
 
     environment = collect_environment()
@@ -441,7 +439,6 @@ def _show(
     **fields: Any,
 ) -> None:
     """Prints rows above the environment, and writes them, or ``all_rows`` that they summarise, to ``json``."""
-    from mha2mla.environment import collect_environment, describe_environment
     from mha2mla.eval.report import print_table, write_json
 
     environment = collect_environment()

@@ -58,12 +58,6 @@ RotaryKeyCache = Annotated[
 Json = Annotated[str | None, Parameter(metavar="FILE", help="also write what is printed to this JSON file.")]
 
 
-def torch_dtype(name: str | None) -> Any:
-    import torch
-
-    return None if name is None else getattr(torch, name)
-
-
 def flag(key: str) -> str:
     return "--" + key.replace("_", "-")
 

@@ -6,6 +6,7 @@ import inspect
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from shutil import copyfile
@@ -30,12 +31,21 @@ from mha2mla.cli.flags import (
     TrainingDevice,
     flag,
     load_recipe,
-    torch_dtype,
 )
 from mha2mla.conversion.calibration.texts import check_text
-from mha2mla.environment import installed_version, thread_hint
+from mha2mla.conversion.card import RECORD_FILE
+from mha2mla.environment import (
+    collect_environment,
+    compute_device,
+    device_name,
+    installed_version,
+    keep_freed_memory,
+    named_dtype,
+    thread_hint,
+)
 from mha2mla.files import CURVE, output_file, report, report_file, write_output
 from mha2mla.healing import settings as healing
+from mha2mla.prompts import ANSWERS, Answers, checkpoint_digest, read_prompts
 from mha2mla.terminal import announce, forgiving_streams
 
 # Errors that a user can correct: bad arguments, missing files, an extra that is not installed. Any other error is a
@@ -92,12 +102,10 @@ def convert(
     asked = load_recipe(recipe, keys)
     find_checkpoint(source, "source")
     announce(f"converting {source}", thread_hint(device))
-    from mha2mla.conversion.card import RECORD_FILE
-    from mha2mla.environment import keep_freed_memory
     from mha2mla.pipeline import convert as run
 
     keep_freed_memory()
-    found = run(source, destination, asked, device=device, dtype=torch_dtype(dtype), overwrite=overwrite, resume=resume)
+    found = run(source, destination, asked, device=device, dtype=dtype, overwrite=overwrite, resume=resume)
     print(found)
     if record is not None:
         write_output(record, report("conversion"), partial(copyfile, Path(found.destination) / RECORD_FILE))
@@ -144,11 +152,10 @@ def heal(
     find_checkpoint(source, "source")
     find_converted(converted, "converted")
     announce(f"healing {converted}", thread_hint(device))
-    from mha2mla.environment import collect_environment
     from mha2mla.eval.report import write_json
     from mha2mla.healing.run import heal as run
 
-    options = {"device": device, "dtype": torch_dtype(dtype), "overwrite": overwrite, "resume": resume, "log": log}
+    options = {"device": device, "dtype": dtype, "overwrite": overwrite, "resume": resume, "log": log}
     found = run(source, converted, destination, preset=preset, text=text, **options, **given)
     print(found)
     if record is not None:
@@ -207,8 +214,6 @@ def generate(
         key_prefix: put before the keys that an answer adds, where prompts have such keys.
         json: also write counts and times to this file.
     """
-    from mha2mla.prompts import ANSWERS, Answers, checkpoint_digest, read_prompts
-
     answers_file = output_file(output, ANSWERS, model, file, name="output")
     record = report_file(json, "generate", model, file, output)
     if not (prompt or file):
@@ -220,7 +225,6 @@ def generate(
         "repetition_penalty": repetition_penalty, "seed": seed,
     }  # fmt: skip
     announce(f"loading {model}", thread_hint(device))
-    from mha2mla.environment import collect_environment, device_name
     from mha2mla.loop import Sampling
 
     sampling = Sampling(**given)
@@ -234,8 +238,6 @@ def generate(
     if not left:
         print(f"all {len(tasks)} prompts have answers in {output}")
         return
-    from dataclasses import replace
-
     from mha2mla.eval.loading import load
     from mha2mla.eval.report import write_json
     from mha2mla.loop.answering import answer_all, loop_for, stop_tokens, token_ids
@@ -357,7 +359,6 @@ def demo(
         find_checkpoint(model, "model")
     announce("loading mha2mla and torch", thread_hint(device))
     from mha2mla.cli.demo import run_demo
-    from mha2mla.environment import keep_freed_memory
     from mha2mla.eval.measurement import wrong_rows
 
     keep_freed_memory()
@@ -438,11 +439,10 @@ def warm_up(
 
 def _placement(checkpoint: str, device: str | None, dtype: str | None) -> tuple[Any, Any]:
     """torch's device and dtype to load a model with; dtype None is the checkpoint's."""
-    from mha2mla.environment import compute_device
     from mha2mla.eval.loading import kernels_dtype
 
     place = compute_device(device)
-    return place, torch_dtype(dtype) if dtype else kernels_dtype(checkpoint, place)
+    return place, named_dtype(dtype) if dtype else kernels_dtype(checkpoint, place)
 
 
 def _line() -> str:
