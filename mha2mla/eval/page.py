@@ -21,7 +21,7 @@ from mha2mla.environment import describe_environment
 from mha2mla.eval import generation, plots, probes, quality, tasks
 from mha2mla.eval.measurement import LatencyRows
 from mha2mla.eval.plotting import Picture, check_installed, dark_style
-from mha2mla.eval.report import filled, flat, format_value, markdown_table, markdown_text
+from mha2mla.eval.report import VALUE_COLUMNS, filled, format_value, markdown_table, markdown_text, value_rows
 from mha2mla.files import MARKDOWN_HEAD, OutputPath, page, write_output
 
 KINDS = ("conversion", "quality", "latency", "generate", "tasks")
@@ -370,9 +370,8 @@ def _answer_blocks(evidence: Evidence) -> Iterator[Block]:
 def _provenance_blocks(evidence: Evidence) -> Iterator[Block]:
     yield Block("Files", evidence.files)
     for record in evidence.reports["conversion"]:
-        values = flat({key: record[key] for key in PROVENANCE if key in record})
-        rows = [{"name": name.replace("_", " "), "value": value} for name, value in values.items()]
-        yield Block(f"Conversion {record['name']}", rows, {"name": "", "value": ""}, folded=True)
+        rows = value_rows({key: record[key] for key in PROVENANCE if key in record})
+        yield Block(f"Conversion {record['name']}", rows, VALUE_COLUMNS, folded=True)
 
 
 def _commands(evidence: Evidence, inputs: Sequence[OutputPath], output: OutputPath) -> Iterator[Block]:

@@ -23,6 +23,7 @@ _LONGEST_CELL = 56
 _LONGEST_LIST = 6
 _PIPE_WIDTH = 4096
 Row = Mapping[str, Any]
+VALUE_COLUMNS = {"name": "", "value": ""}  # without headings
 
 
 def print_table(
@@ -135,8 +136,12 @@ def _headings(rows: Sequence[Row], columns: Mapping[str, str] | Sequence[str] | 
 
 def print_values(values: Mapping[str, Any], title: str | None = None) -> None:
     """Prints names beside their values, as a table of two columns without headings; dicts as :func:`flat` has them."""
-    rows = [{"name": name.replace("_", " "), "value": value} for name, value in flat(values).items()]
-    print_table(rows, title=title, columns={"name": "", "value": ""})
+    print_table(value_rows(values), title=title, columns=VALUE_COLUMNS)
+
+
+def value_rows(values: Mapping[str, Any]) -> list[Row]:
+    """Rows of :data:`VALUE_COLUMNS`, of names beside their values."""
+    return [{"name": name.replace("_", " "), "value": value} for name, value in flat(values).items()]
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
