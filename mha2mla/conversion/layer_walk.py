@@ -9,7 +9,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,10 +35,10 @@ from mha2mla.conversion.rope import ByFrequency
 from mha2mla.conversion.source.streaming import BATCH_TOKENS, StreamedModel, first_output, inputs_observed
 from mha2mla.conversion.stages import Fit
 from mha2mla.geometry import MLAGeometry
+from mha2mla.modeling.attention import MLAAttention
+from mha2mla.modeling.config import MHA2MLAConfig
+from mha2mla.modeling.configuration_mha2mla import PER_LAYER
 from mha2mla.modeling.stored_tensors import is_finite
-
-if TYPE_CHECKING:
-    from mha2mla.modeling.config import MHA2MLAConfig
 
 SAMPLE_TOKENS = 32768  # tokens of a layer's inputs that closed-form fits look at
 FIRST_SAMPLE_TOKENS = 8192  # the same where gradient steps follow, and where ranks are compared
@@ -57,9 +57,6 @@ def converted_config(
     Args:
         geometries: of each layer; they differ in what the config holds by layer.
     """
-    from mha2mla.modeling.config import MHA2MLAConfig
-    from mha2mla.modeling.configuration_mha2mla import PER_LAYER
-
     geometry, alike = geometries[0], len(set(geometries)) == 1
     by_layer = [converted_biases(spec, each, centered=recipe.latent.centered) for each in geometries]
     q_bias, kv_bias, o_bias = map(any, zip(*by_layer, strict=True))
@@ -298,8 +295,6 @@ class LayerWalk:
 
     def empty_attention(self, layer: int, *, with_codes: bool = False) -> nn.Module:
         """The converted attention of layer ``layer`` without memory; its gradients repeat to the bit."""
-        from mha2mla.modeling.attention import MLAAttention
-
         config = self._config
         if with_codes:
             config = deepcopy(config)

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers.utils import cached_file
 
 from mha2mla.checkpoints import (
     CheckpointError,
@@ -27,10 +28,9 @@ from mha2mla.environment import named_dtype
 from mha2mla.eval.loading import load_config
 from mha2mla.eval.report import flat, format_value, html_table
 from mha2mla.geometry import kept_keys_share
+from mha2mla.modeling import MHA2MLAConfig, what_serves
+from mha2mla.modeling.config import CODE_FILES, cache_bytes
 from mha2mla.modeling.stored_tensors import num_parameters
-
-if TYPE_CHECKING:
-    from mha2mla.modeling import MHA2MLAConfig
 
 CACHE_COLUMNS = {
     "batch": "batch",
@@ -190,8 +190,6 @@ def verify_weights(checkpoint: str | os.PathLike[str]) -> list[dict[str, Any]]:
         CheckpointError: a file differs from what was written, has no digest, or is missing; naming it.
     """
     folder = Path(find_converted(checkpoint, "checkpoint"))
-    from mha2mla.modeling.config import CODE_FILES
-
     reader, record = open_converted(folder).reader, _record(str(folder))
     recorded = record.get("weights_sha256")
     if not isinstance(recorded, dict):
@@ -247,8 +245,6 @@ def _healing(record: Mapping[str, Any]) -> str:
 
 
 def _geometries(config: MHA2MLAConfig, dtype: torch.dtype) -> list[dict[str, Any]]:
-    from mha2mla.modeling import what_serves
-
     serving = what_serves(config, "cuda", dtype)
     rows: list[dict[str, Any]] = []
     for geometry, alike in groupby(range(config.num_hidden_layers), config.layer_geometry):
@@ -270,8 +266,6 @@ def _geometries(config: MHA2MLAConfig, dtype: torch.dtype) -> list[dict[str, Any
 
 
 def _cache_row(config: MHA2MLAConfig, itemsize: int, batch: int, length: int) -> dict[str, Any]:
-    from mha2mla.modeling.config import cache_bytes
-
     source, converted = (batch * cache_bytes(each, length, itemsize) for each in (config.build_source_config(), config))
     return {
         "batch": batch,
@@ -288,8 +282,6 @@ def _record(checkpoint: str) -> dict[str, Any]:
     """conversion.json of a folder or hub id; empty when there is none."""
     path: str | Path | None = Path(checkpoint) / RECORD_FILE
     if not Path(checkpoint).is_dir():
-        from transformers.utils import cached_file
-
         path = cached_file(checkpoint, RECORD_FILE, _raise_exceptions_for_missing_entries=False)
     if path is None or not Path(path).is_file():
         return {}

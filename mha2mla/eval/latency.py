@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, StaticCache
 
 from mha2mla.checkpoints import check_converted, check_numbers
 from mha2mla.conversion.calibration.texts import end_tokens
@@ -29,6 +29,7 @@ from mha2mla.eval.measurement import (
     unless_out_of_memory,
 )
 from mha2mla.eval.op_latency import BASELINES, attention_latency, check_op
+from mha2mla.modeling import LatentCache
 from mha2mla.modeling.backends import OF_OPS
 from mha2mla.modeling.config import cache_bytes, cached_tokens, layer_token_bytes, visible_tokens
 from mha2mla.terminal import progress_bar
@@ -432,13 +433,8 @@ def _judge_logits(out: Tensor, yardstick: Tensor, exact: Tensor, factor: float =
 
 def _fixed_cache(model: nn.Module, length: int) -> Any:
     """The cache of fixed size that ``generate(cache_implementation="static")`` gives a model."""
-    if model.config.model_type == "mha2mla":
-        from mha2mla.modeling import LatentCache
-
-        return LatentCache(model.config, max_cache_len=length)
-    from transformers import StaticCache
-
-    return StaticCache(config=model.config, max_cache_len=length)
+    kind = LatentCache if model.config.model_type == "mha2mla" else StaticCache
+    return kind(config=model.config, max_cache_len=length)
 
 
 def _generate_row(model: nn.Module, prompts: Tensor, new_tokens: int, check: bool, runs: int) -> dict[str, Any]:

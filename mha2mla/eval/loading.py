@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from mha2mla.checkpoints import CheckpointError, damage_named, find_checkpoint
 from mha2mla.conversion.fit.repeatable import UNGROUPED_SDPA
 from mha2mla.conversion.source.opening import check_model_folder, read_tokenizer
 from mha2mla.environment import compute_device, named_dtype
 from mha2mla.modeling.stored_tensors import check_finite
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 def load(
@@ -59,8 +57,6 @@ def load_model(
     """
     if callable(model):
         return (model if isinstance(model, torch.nn.Module) else model()).eval()
-    from transformers import AutoModelForCausalLM
-
     asked = "auto" if dtype is None else named_dtype(dtype)
     device, found = compute_device(device), _find_model(model, name)
     with damage_named(f"{name} {found!r} cannot be loaded"):
@@ -79,8 +75,6 @@ def load_model(
 
 def load_config(checkpoint: str | os.PathLike[str], name: str) -> PreTrainedConfig:
     """The config of a checkpoint; arguments and errors as for :func:`load_model`."""
-    from transformers import AutoConfig
-
     found = _find_model(checkpoint, name)
     with damage_named(f"{name} {found!r} has no usable config"):
         return AutoConfig.from_pretrained(found, trust_remote_code=False)
@@ -96,8 +90,6 @@ def kernels_dtype(checkpoint: str, device: torch.device) -> torch.dtype | None:
 
 def _find_model(checkpoint: str | os.PathLike[str], name: str) -> str:
     """Folder or hub id of a checkpoint; of a folder, what can be refused before transformers opens its files."""
-    import mha2mla.modeling  # noqa: F401  registers model_type "mha2mla"
-
     found = find_checkpoint(checkpoint, name)
     if Path(found).is_dir():
         check_model_folder(Path(found))
@@ -112,6 +104,4 @@ def load_tokenizer(model: Any, name: str) -> Any:
     """
     if isinstance(model, torch.nn.Module):
         raise ValueError(f"tokenizer is None; expected one, since {name} is a loaded model and not a folder")
-    import mha2mla.modeling  # noqa: F401  a converted folder's tokenizer is looked up through its config
-
     return read_tokenizer(find_checkpoint(model, name), name)

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from mha2mla.eval.measurement import measured, unless_out_of_memory
 from mha2mla.geometry import CODE_BLOCK, MLAGeometry
@@ -25,14 +27,7 @@ from mha2mla.kernels import (
 )
 from mha2mla.terminal import progress_bar
 from mha2mla.testing.numeric_check import Judgement, PlainAttention, plain_attention, verdict
-from mha2mla.testing.problems import (
-    KeyCodesProblem,
-    LatentCodesProblem,
-    LatentProblem,
-    Problem,
-    RowCodesProblem,
-    judge,
-)
+from mha2mla.testing.problems import KeyCodesProblem, LatentCodesProblem, LatentProblem, Problem, RowCodesProblem, judge
 from mha2mla.testing.timing import time_callable
 
 
@@ -83,16 +78,12 @@ Baseline = Callable[[AttentionInputs], Callable[[], Tensor] | str]
 
 def sdpa_baseline(inputs: AttentionInputs) -> Callable[[], Tensor]:
     """torch's scaled_dot_product_attention over the source's own KV cache, whichever kernel it picks."""
-    from torch.nn.functional import scaled_dot_product_attention
-
     options = {"scale": inputs.softmax_scale, "enable_gqa": inputs.k.shape[1] != inputs.q.shape[1]}
     return lambda: scaled_dot_product_attention(inputs.q, inputs.k, inputs.v, **options)
 
 
 def sdpa_flash_baseline(inputs: AttentionInputs) -> Callable[[], Tensor] | str:
     """FlashAttention-2 as torch's scaled_dot_product_attention has it."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
     attend = sdpa_baseline(inputs)
 
     def call() -> Tensor:

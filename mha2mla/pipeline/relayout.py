@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,13 +21,11 @@ from mha2mla.conversion.source.opening import OpenedFolder, open_converted
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.environment import compute_device
 from mha2mla.geometry import MLAGeometry
+from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.pipeline.check import Arguments, HeldOut
 from mha2mla.pipeline.report import ConversionReport, make_report, note_on_prompts, serving_on_cuda, write_report
 from mha2mla.pipeline.verify import verify
 from mha2mla.pipeline.write import write_config, write_weights
-
-if TYPE_CHECKING:
-    from mha2mla.modeling.config import MHA2MLAConfig
 
 SCHEMA_VERSION = 2  # the first that knows the layout
 _PER_LAYER = ("num_rope_heads", "kv_lora_rank", "qk_rope_head_dim")

@@ -9,9 +9,10 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from mha2mla.conversion.card import CARD_FILE, PLOT_FILE, RECORD_FILE, card_metadata, model_card
 from mha2mla.conversion.destination import ShardedWriter
@@ -21,18 +22,15 @@ from mha2mla.conversion.source.files import identify
 from mha2mla.conversion.source.opening import OpenedFolder
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.environment import collect_environment, describe_environment, installed_version
-from mha2mla.eval.report import html_table, markdown_table
+from mha2mla.eval.plots import LAYER_COLUMNS, loss_by_layer
+from mha2mla.eval.report import VALUE_COLUMNS, filled, html_table, markdown_table, value_rows, write_json
 from mha2mla.geometry import MLAGeometry, kept_keys_share
+from mha2mla.modeling import LayerAttention, MHA2MLAConfig, what_serves
+from mha2mla.modeling.config import CODE_FILES
+from mha2mla.modeling.served import describe, widest_served
 from mha2mla.modeling.stored_tensors import num_parameters
 from mha2mla.pipeline.check import Arguments, HeldOut
 from mha2mla.pipeline.sizing import DEFAULT_GPU, GPUS, footprint, steps_by_rotary_width
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
-    from mha2mla.modeling import LayerAttention
-    from mha2mla.modeling.config import MHA2MLAConfig
-
 
 NOTED_STEP = (16, 8192)  # sequences, tokens of each
 _BY_LAYER = {"ranks": "kv_lora_rank", "bits": "latent_bits"}
@@ -173,8 +171,7 @@ class ConversionReport:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        rows = [{"name": name, "value": text} for name, text in self.lines().items()]
-        return html_table(rows, {"name": "", "value": ""}, title=self.name)
+        return html_table(value_rows(self.lines()), VALUE_COLUMNS, title=self.name)
 
 
 def make_report(
@@ -196,8 +193,6 @@ def make_report(
         config: of what was made of ``source``.
         held_out, parities: the texts that it was compared on, in short windows and in a long one, and what was found.
     """
-    from mha2mla.modeling.served import describe
-
     geometries = [layer.geometry for layer in serving]
     (text, parity), (long_text, long_parity) = (*zip(held_out, parities, strict=True), (None, None))[:2]
     return ConversionReport(
@@ -259,10 +254,6 @@ def note_on_prompts(source: PreTrainedConfig, config: MHA2MLAConfig, geometry: M
 def write_report(arguments: Arguments, device: torch.device, folder: Path, report: ConversionReport, made: str) -> None:
     """conversion.json, the model card, which says what was ``made`` of the source, and its plot where matplotlib is
     installed."""
-    from mha2mla.eval.plots import LAYER_COLUMNS, loss_by_layer
-    from mha2mla.eval.report import write_json
-    from mha2mla.modeling.config import CODE_FILES
-
     environment = collect_environment(device.index or 0)
     values = {**report.to_dict(), "source": report.source_name, "destination": report.name}
     fields = {key: value for key, value in values.items() if key != "layers"}
@@ -276,13 +267,12 @@ def write_report(arguments: Arguments, device: torch.device, folder: Path, repor
         arguments.say(f"the model card has no plot: {error}")
     # Others, such as ranks and seconds, follow under their own names.
     keys = dict.fromkeys(["layer", *LAYER_COLUMNS, *(key for row in report.layers for key in row)])
-    shown = [key for key in keys if any(row.get(key) not in (None, "") for row in report.layers)]
     card = model_card(
         values,
         made=made,
         metadata=card_metadata(Path(report.source), report.source_name),
         plot=plot,
-        layers=markdown_table(report.layers, {key: LAYER_COLUMNS.get(key, key) for key in shown}),
+        layers=markdown_table(report.layers, filled({key: LAYER_COLUMNS.get(key, key) for key in keys}, report.layers)),
         geometry=markdown_table([values["geometry"]]),
         environment=describe_environment(environment),
     )
@@ -292,8 +282,6 @@ def write_report(arguments: Arguments, device: torch.device, folder: Path, repor
 def serving_on_cuda(config: MHA2MLAConfig, written: torch.dtype, device: torch.device) -> tuple[LayerAttention, ...]:
     """Backends of the layers on CUDA, where there is a choice, in the 16 bits that kernels take; warns of
     geometries that no kernel serves, once they are known and before they cost any work."""
-    from mha2mla.modeling import what_serves
-
     half = written if written in (torch.bfloat16, torch.float16) else torch.bfloat16
     layers = what_serves(config, device if device.type == "cuda" else "cuda", half)
     warn_of_slow_layers(layers)
@@ -316,8 +304,6 @@ def warn_of_slow_layers(layers: Sequence[LayerAttention]) -> None:
 def served_cache_ratio(layers: Sequence[LayerAttention]) -> float | None:
     """The cache ratio, in whole percents, up to which every latent would be one that kernels serve, were latents and
     rotary keys smaller in proportion; None where narrower latents would change nothing."""
-    from mha2mla.modeling.served import widest_served
-
     share = 1.0
     for layer in layers:
         if not layer.compiled:

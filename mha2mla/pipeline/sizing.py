@@ -10,17 +10,19 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from mha2mla.checkpoints import did_you_mean
+from mha2mla.conversion.families import SourceSpec
 from mha2mla.geometry import MLAGeometry, code_bytes
+from mha2mla.kernels.mixed_attention.layout import form_costs
+from mha2mla.kernels.mla_decode import codes_selection
+from mha2mla.kernels.mla_decode.selection import DecodeShape, refusal, select_kernel
 from mha2mla.modeling.cache_layout import PAGE_SIZE
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedConfig
-
-    from mha2mla.conversion.families import SourceSpec
+from mha2mla.modeling.tensor_parallel import HeadShard
 
 ITEMSIZE = 2  # bytes: weights and caches are bfloat16
 MEMORY_SHARE = 0.9  # for weights and cache, as eval latency takes
@@ -225,12 +227,6 @@ def footprint(config: PreTrainedConfig, geometry: MLAGeometry | None, spec: Sour
         geometry: of a converted layer on one GPU; None: the source's.
         tp: ranks that split heads and weights. Embeddings, norms and latents, with what encodes them, are replicated.
     """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    import mha2mla.modeling  # noqa: F401  registers model_type "mha2mla"
-    from mha2mla.kernels.mixed_attention.layout import form_costs
-
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     sizes = {name: ITEMSIZE * parameter.numel() for name, parameter in model.named_parameters()}
@@ -275,8 +271,6 @@ def _rank_numel(
     name: str, parameter: Tensor, config: PreTrainedConfig, is_converted: bool, spec: SourceSpec, tp: int
 ) -> int:
     """Elements of a parameter on each of ``tp`` ranks."""
-    from mha2mla.modeling.tensor_parallel import HeadShard
-
     attention, numel = name.partition(".self_attn.")[2], parameter.numel()
     if is_converted and attention and not attention.startswith(("q_proj.", "o_proj.")):
         layer = int(name.partition(".layers.")[2].partition(".")[0])
@@ -314,9 +308,6 @@ def decode_kernel(geometry: MLAGeometry, capability: int, *, codes: bool = False
     Args:
         codes: the latent is cached in 8 bits (e4m3).
     """
-    from mha2mla.kernels.mla_decode import codes_selection
-    from mha2mla.kernels.mla_decode.selection import DecodeShape, refusal, select_kernel
-
     shape, cache = DecodeShape.of(geometry, PAGE_SIZE, "bfloat16"), {"has_rope_cache": geometry.has_rope_cache}
     if geometry.has_codes:
         row = code_bytes(geometry.kv_lora_rank, geometry.latent_bits)
@@ -361,8 +352,6 @@ def find_gpu(name: str | None) -> tuple[GPU, str]:
         if name not in GPUS:
             raise ValueError(f"gpu is {name!r:.80}; expected one of {', '.join(GPUS)}{did_you_mean(name, GPUS)}")
         return GPUS[name], "as named"
-    import torch
-
     if not torch.cuda.is_available():
         return GPUS[DEFAULT_GPU], "this machine has no GPU; --gpu names another"
     found = torch.cuda.get_device_properties(0)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,12 +16,10 @@ from mha2mla.conversion.resume import FinishedLayers
 from mha2mla.conversion.source.files import copy_files
 from mha2mla.conversion.source.opening import TOKENIZER_CONFIG, OpenedFolder, read_tokenizer
 from mha2mla.conversion.source.streaming import StreamedModel
+from mha2mla.modeling import MHA2MLAConfig, MHA2MLAForCausalLM
 from mha2mla.pipeline.check import Arguments
 from mha2mla.pipeline.prepare import Prepared
 from mha2mla.terminal import Span, progress_bar
-
-if TYPE_CHECKING:
-    from mha2mla.modeling.config import MHA2MLAConfig
 
 # Words, digits, contractions, code and scripts: classes of tokenizers differ in how they split these.
 _SAMPLE = "It's 1234 or 5.6e7;\n\n    if x_1 >= 2:\treturn 'naïve café'  # don't\r\n日本語 Привет 🙂 www.A-B.com "
@@ -90,8 +88,6 @@ def write_config(arguments: Arguments, opened: OpenedFolder, config: MHA2MLAConf
     Raises:
         CheckpointError: the written tokenizer would not be the source's.
     """
-    from mha2mla.modeling import MHA2MLAForCausalLM
-
     copy_files(opened.folder, opened.companions, folder)
     name = Path(config.source_config.get("_name_or_path") or "")
     config.source_config = {**config.source_config, "_name_or_path": name.name if name.is_absolute() else str(name)}

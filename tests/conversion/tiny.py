@@ -19,7 +19,7 @@ from mha2mla.conversion.layer import finish_layer, prepare_layer
 from mha2mla.conversion.layer_walk import LayerWalk
 from mha2mla.conversion.source.files import CheckpointReader
 from mha2mla.conversion.source.streaming import StreamedModel
-from mha2mla.eval import plots
+from mha2mla.pipeline import report
 
 
 def Recipe(preset: str = "minimal", **keys) -> recipes.Recipe:
@@ -229,7 +229,7 @@ def convert(source, destination, recipe=SHORT, *, plot=False, **keys):
     keys = {"evaluation_tokens": 256, "device": "cpu", "progress": False, **keys}
     with pytest.MonkeyPatch.context() as patch:
         if not plot:
-            patch.setattr(plots, "loss_by_layer", _no_plot)
+            patch.setattr(report, "loss_by_layer", _no_plot)
         return mha2mla.convert(source, destination, recipe, **keys)
 
 

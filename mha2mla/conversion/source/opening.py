@@ -255,8 +255,6 @@ def open_converted(folder: Path) -> OpenedFolder:
 
 
 def _converted(folder: Path, values: dict[str, Any]) -> tuple[PreTrainedConfig, CheckpointReader]:
-    import mha2mla.modeling  # noqa: F401  registers model_type "mha2mla"
-
     check_converted(values.get("model_type"), str(folder))
     source = values.get("source_config")
     if not isinstance(source, dict):
