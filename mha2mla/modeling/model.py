@@ -76,10 +76,7 @@ class LatentGenerationMixin(GenerationMixin):
         return super().init_continuous_batching(*args, **kwargs)
 
     def _prepare_generation_config(
-        self,
-        generation_config: GenerationConfig | None,
-        capture: bool | None = None,
-        **kwargs: Any,
+        self, generation_config: GenerationConfig | None, capture: bool | None = None, **kwargs: Any
     ) -> tuple[GenerationConfig, dict[str, Any]]:
         """``generate``'s hook for its config, which takes the arguments ``capture``, by default True, and those of
         ``_CACHE_OPTIONS``, by default the config's."""
@@ -390,16 +387,12 @@ class MHA2MLAForCausalLM(
         latent = past_key_values if isinstance(past_key_values, LatentCache) else None
         if latent is not None and position_ids is None:
             position_ids = latent.next_positions(query_length, tokens.device)
-        if (
-            latent is not None
-            and latent.made_by is not self.config
-            and latent.is_empty
-            and not is_recorded(tokens.device)
-        ):
+        begins = latent is not None and latent.is_empty and not is_recorded(tokens.device)
+        if begins and latent.made_by is not self.config:
             latent.check_model(self.model.layers, self.config)
         no_history = torch.is_grad_enabled() and self._refuses_gradients(latent, inputs_embeds)
         with torch.no_grad() if no_history else nullcontext():
-            if latent is not None and latent.is_empty and not (torch.is_grad_enabled() or is_recorded(tokens.device)):
+            if begins and not torch.is_grad_enabled():
                 self._prepare_decoder()
             step = None
             if latent is not None:
@@ -408,13 +401,8 @@ class MHA2MLAForCausalLM(
                 step = latent.step(self.model.layers, attention_mask, position_ids, shape, weights)
                 if step is not None and latent.is_empty and latent.hides_nothing:
                     attention_mask = None  # the base model would find so by another look
-                is_static = latent.is_compileable and not latent.is_empty
-                if (
-                    step is not None
-                    and None in step.plans
-                    and is_static
-                    and "flash" in self.config._attn_implementation
-                ):
+                expands_static = step is not None and None in step.plans and latent.is_compileable
+                if expands_static and not latent.is_empty and "flash" in self.config._attn_implementation:
                     attention_mask = self._mask_of_static_cache(attention_mask, latent, query_length)
             outputs = run_base_model(
                 self.model,
