@@ -334,27 +334,23 @@ def rotary_basis(
     phase = phase * spec.pair_factors.cpu() ** 2
     problem = RopeProblem(spec, geometry.qk_rope_head_dim // 2, statistics, weights)
     half, kv_heads = spec.head_dim // 2, spec.num_key_value_heads
-    if geometry.qk_nope_head_dim == 0:
-        kept = torch.ones(half, kv_heads, dtype=torch.bool)
-    elif per_group:
-        kept = rule.kept(problem, per_head=True)
+    every = torch.ones(half, kv_heads, dtype=torch.bool) if geometry.qk_nope_head_dim == 0 else None
+    if per_group:
+        kept = rule.kept(problem, per_head=True) if every is None else every
         counts = kept.sum(0).tolist()
         if kept.dtype != torch.bool or kept.shape != (half, kv_heads) or set(counts) != {problem.pairs}:
             raise ValueError(
                 f"{type(rule).__name__}.kept gave {kept.dtype} {tuple(kept.shape)} with {counts} pairs by head;"
                 f" expected bool {half, kv_heads} with {problem.pairs} of each"
             )
-    else:
-        components = rule.components(problem)
-        if components.encode.shape != (problem.pairs, kv_heads, half):
-            raise ValueError(
-                f"{type(rule).__name__} gave components {tuple(components.encode.shape)}; expected"
-                f" {problem.pairs, kv_heads, half}: pairs, kv heads, frequencies"
-            )
-        return shared_basis(spec, geometry, components, phase)
-    return (
-        per_group_basis(spec, kept, phase) if per_group else shared_basis(spec, geometry, axis_components(kept), phase)
-    )
+        return per_group_basis(spec, kept, phase)
+    components = rule.components(problem) if every is None else axis_components(every)
+    if components.encode.shape != (problem.pairs, kv_heads, half):
+        raise ValueError(
+            f"{type(rule).__name__} gave components {tuple(components.encode.shape)}; expected"
+            f" {problem.pairs, kv_heads, half}: pairs, kv heads, frequencies"
+        )
+    return shared_basis(spec, geometry, components, phase)
 
 
 def rotation_cost(phase: torch.Tensor) -> torch.Tensor:
