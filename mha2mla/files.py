@@ -96,22 +96,22 @@ def report(kind: str) -> Kind:
     return Kind(f"report of kind {kind!r}", matches)
 
 
-def picture(path: OutputPath, name: str = "path") -> Kind:
+def picture(path: OutputPath) -> Kind:
     """Pictures of the format that a path's extension names.
 
     Raises:
         ValueError: the extension is unknown.
     """
-    return _of_suffix(path, name, _PICTURES, "picture")
+    return _of_suffix(path, "path", _PICTURES, "picture")
 
 
-def page(path: OutputPath, name: str = "output") -> Kind:
+def page(path: OutputPath) -> Kind:
     """Pages of ``mha2mla report``, of the format that a path's extension names.
 
     Raises:
         ValueError: the extension is unknown.
     """
-    return _of_suffix(path, name, _PAGES, "page of mha2mla report")
+    return _of_suffix(path, "output", _PAGES, "page of mha2mla report")
 
 
 def _of_suffix(path: OutputPath, name: str, formats: dict[str, Callable[[bytes], bool]], what: str) -> Kind:

@@ -22,7 +22,6 @@ class Judgement:
         ok: the output is right.
         reason: the fault, with its numbers; empty where ``ok``.
         error, torch_error: Frobenius-relative, of the output and of plain torch at the same dtype.
-        largest, torch_largest: the largest absolute ones.
         lse_error: largest absolute error of the log-sum-exp over rows that see a token.
     """
 
@@ -30,8 +29,6 @@ class Judgement:
     reason: str
     error: float
     torch_error: float
-    largest: float
-    torch_largest: float
     lse_error: float = 0.0
 
 
@@ -101,7 +98,7 @@ def verdict(
     if lse is not None and expected_lse is not None:
         why, lse_error = _lse_distance(lse, expected_lse, torch_lse, lse_rounding, factor)
         wrong += [why] if why else []
-    return Judgement(not wrong, "; ".join(wrong), error, torch_error, largest, torch_largest, lse_error)
+    return Judgement(not wrong, "; ".join(wrong), error, torch_error, lse_error)
 
 
 def _largest_of(rounding: Tensor) -> float:

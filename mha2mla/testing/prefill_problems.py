@@ -135,7 +135,7 @@ def judge(problem: PrefillProblem, inputs: dict[str, Any], out: Tensor, lse: Ten
     """
     tokens = sum(queries for queries, _ in problem.lengths)
     if not tokens:
-        return Judgement(True, "", 0.0, 0.0, 0.0, 0.0)
+        return Judgement(True, "", 0.0, 0.0)
     right = plain_attention(sequences(problem, inputs), inputs["v"].dtype)
     return verdict(out[:tokens], None if lse is None else lse[:, :tokens], *right)
 

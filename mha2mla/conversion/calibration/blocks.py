@@ -234,10 +234,6 @@ class ActivationStore:
     def __len__(self) -> int:
         return self._data.shape[0]
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._data.dtype
-
     def read(self, blocks: slice, device: torch.device) -> torch.Tensor:
         """Neighbouring blocks of one length as a tensor of its own, [windows, length, hidden]."""
         data = self._data[blocks].to(device, copy=True)
