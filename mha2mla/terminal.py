@@ -48,8 +48,7 @@ def progress_bar(items: Iterable[Any] | None = None, *, show: bool | Span, **key
         return _Part(show, items, **keywords)
     if not show or _on_terminal():
         return tqdm(items, disable=not show, **keywords)
-    rarely = {"mininterval": LINE_INTERVAL, "delay": LINE_INTERVAL, "miniters": 1, "bar_format": _LINE}
-    return tqdm(items, disable=sys.stderr is None, file=_Lines(), **rarely, **keywords)
+    return tqdm(items, disable=sys.stderr is None, miniters=1, bar_format=_LINE, **_log_options(), **keywords)
 
 
 def _on_terminal() -> bool:

@@ -240,15 +240,13 @@ def evaluate_quality(
     calibration = basis_tokens(tokenizer, longest) if _codes_latents(caches, texts, converted) else None
     compared = [partial(ComparedCache, converted), *quantized_caches(source, converted, caches, calibration)]
     rows, by_position = _compare_windows(source, compared, metrics, contents, windows, progress)
-    found: list[tuple[Any, ...]] = []
-    others = {"caches": compared[1:]}
-    for compare, settings, how in ((run_probes, probes, others), (compare_generation, generation, {})):
-        models, how = (source, converted, tokenizer), {**how, "longest": longest, "progress": progress}
-        more, missing = compare(*models, settings, **how) if settings else ([], [])
-        found.append(tuple(more))
-        skipped += missing
-    dtype, device = str(converted.dtype).removeprefix("torch."), str(converted.device)
-    return QualityReport(tuple(rows), tuple(by_position), *found, tuple(skipped), dtype, device, columns)
+    models, options = (source, converted, tokenizer), {"longest": longest, "progress": progress}
+    asked, unasked = run_probes(*models, probes, caches=compared[1:], **options) if probes else ([], [])
+    continued, not_continued = compare_generation(*models, generation, **options) if generation else ([], [])
+    return QualityReport(
+        tuple(rows), tuple(by_position), tuple(asked), tuple(continued), (*skipped, *unasked, *not_continued),
+        str(converted.dtype).removeprefix("torch."), str(converted.device), columns,
+    )  # fmt: skip
 
 
 def _check_amounts(texts: Sequence[str], lengths: Sequence[int | None], max_tokens: int) -> None:

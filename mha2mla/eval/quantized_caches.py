@@ -48,7 +48,8 @@ class ComparedCache:
     def __init__(self, model: nn.Module, name: str | None = None) -> None:
         bits = getattr(model.config, "latent_bits", 16)
         by_layer = sorted(set(bits)) if isinstance(bits, list) else [bits]
-        self.model, self.name = model, name or f"{', '.join(map(str, by_layer))} bits"
+        self.model, self.config = model, model.config
+        self.name = name or f"{', '.join(map(str, by_layer))} bits"
 
     def run(self, module: nn.Module, ids: Tensor) -> Any:
         """Output of ``module``, the model or its base model, over windows of ids [B, L] without padding."""
@@ -56,10 +57,9 @@ class ComparedCache:
 
     def share(self, length: int) -> float:
         """Bytes of the cache at the end of a window relative to the source's in 16 bits; called after :meth:`run`."""
-        config = self.model.config
-        if not hasattr(config, "source_cache_bytes_per_token"):
+        if not hasattr(self.config, "source_cache_bytes_per_token"):
             return 1.0  # not converted
-        return cache_bytes_per_token(config, 2) / config.source_cache_bytes_per_token(2)
+        return cache_bytes_per_token(self.config, 2) / self.config.source_cache_bytes_per_token(2)
 
 
 @dataclass(frozen=True)
@@ -367,9 +367,6 @@ class KeptKeys(ComparedCache):
 
     def run(self, module: nn.Module, ids: Tensor) -> Any:
         return module(input_ids=ids, use_cache=True, past_key_values=LatentCache(self.config))
-
-    def share(self, length: int) -> float:
-        return cache_bytes_per_token(self.config, 2) / self.config.source_cache_bytes_per_token(2)
 
 
 class CodedLatents(LatentTap):

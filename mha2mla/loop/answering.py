@@ -45,6 +45,10 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, task: Mapping[str, Any], chat:
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
+def answer_text(tokenizer: PreTrainedTokenizerBase, request: Request) -> str:
+    return tokenizer.decode(request.answer, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
 def loop_for(
     model: PreTrainedModel, prompts: Sequence[int], max_new_tokens: int, max_sequences: int, **options: Any
 ) -> Loop:
@@ -87,9 +91,7 @@ def answer_all(
             bar.set_postfix_str(f"{loop.progress.tokens_per_second:.0f} tokens/s", refresh=False)
             for request in given:
                 if request.finished:
-                    text = tokenizer.decode(
-                        request.answer, skip_special_tokens=True, clean_up_tokenization_spaces=False
-                    )
+                    text = answer_text(tokenizer, request)
                     sizes = {"prompt_tokens": len(request.prompt), "new_tokens": len(request.answer)}
                     answers.write(asked[request], answer=text, finished=request.finished, **sizes)
                     bar.update()
@@ -150,9 +152,7 @@ class Conversation:
                 if request not in given:
                     continue
                 first = first or time.perf_counter() - began
-                whole = self._tokenizer.decode(
-                    request.answer, skip_special_tokens=True, clean_up_tokenization_spaces=False
-                )
+                whole = answer_text(self._tokenizer, request)
                 # Else the last character may be half of one, so far.
                 if request.finished or not whole.endswith("\N{REPLACEMENT CHARACTER}"):
                     yield whole[len(shown) :]
