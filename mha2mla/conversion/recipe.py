@@ -206,9 +206,7 @@ class Recipe:
         self.rope_rule.check(spec)
         latent = self.latent
         made = partial(
-            self.target.geometry,
-            *(spec, self.rope.share),
-            per_query_head=latent.up_projections == "query-head",
+            self.target.geometry, *(spec, self.rope.share), per_query_head=latent.up_projections == "query-head"
         )
         if latent.bits == "auto":
             made(bits=min(LATENT_BITS))  # refuses a budget of less than a block

@@ -131,12 +131,7 @@ class Target(Stage):
             object.__setattr__(self, "cache_ratio", DEFAULT_CACHE_RATIO)
 
     def geometry(
-        self,
-        spec: SourceSpec,
-        rope_share: float | None,
-        *,
-        per_query_head: bool,
-        bits: int | None = 16,
+        self, spec: SourceSpec, rope_share: float | None, *, per_query_head: bool, bits: int | None = 16
     ) -> MLAGeometry:
         """The geometry of a converted layer of ``spec``.
 

@@ -100,11 +100,7 @@ class PagedCache:
         self.allocator.free(sequence)
 
     def extend(
-        self,
-        new_tokens: Mapping[int, int],
-        *,
-        max_pages: int | None = None,
-        num_sequences: int | None = None,
+        self, new_tokens: Mapping[int, int], *, max_pages: int | None = None, num_sequences: int | None = None
     ) -> SequenceBatch:
         """Makes room for new tokens of some sequences, and says where they go. All of it or nothing.
 

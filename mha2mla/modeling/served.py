@@ -21,11 +21,7 @@ from mha2mla.modeling.registry import AttentionBackend, AttentionConstants, refu
 
 
 def find_over_cache(
-    name: str | None,
-    geometry: MLAGeometry,
-    page_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    name: str | None, geometry: MLAGeometry, page_size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[AttentionBackend | None, str]:
     """Backend of a layer over a LatentCache, and the refusals before it; None: the one called ``name`` refuses.
 

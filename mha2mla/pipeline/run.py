@@ -28,15 +28,7 @@ from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.resume import FinishedLayers, WorkFolder, has_pieces
 from mha2mla.conversion.source.files import check_unchanged, faults_of_the_source_named
 from mha2mla.environment import compute_device, few_threads_beside
-from mha2mla.pipeline.check import (
-    EVALUATION_TEXT,
-    EVALUATION_TOKENS,
-    Arguments,
-    HeldOut,
-    Plan,
-    check,
-    source_folder,
-)
+from mha2mla.pipeline.check import EVALUATION_TEXT, EVALUATION_TOKENS, Arguments, HeldOut, Plan, check, source_folder
 from mha2mla.pipeline.prepare import layer_inputs, open_work, prepare
 from mha2mla.pipeline.relayout import change_layout
 from mha2mla.pipeline.report import (

@@ -20,13 +20,7 @@ import torch
 from torch import Tensor
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernels import (
-    FEWEST_EXPANDED,
-    MAX_DECODE_QUERY_LENGTH,
-    MAX_EXPANDED_BYTES,
-    compile_ahead,
-    expanded_tokens,
-)
+from mha2mla.kernels import FEWEST_EXPANDED, MAX_DECODE_QUERY_LENGTH, MAX_EXPANDED_BYTES, compile_ahead, expanded_tokens
 from mha2mla.modeling.batch import UniformBatch, uniform_length
 from mha2mla.modeling.cache_layout import PAGE_SIZE, latent_layout
 from mha2mla.modeling.registry import AttentionBackend, AttentionConstants

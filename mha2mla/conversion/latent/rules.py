@@ -251,10 +251,7 @@ def _principal(target: torch.Tensor, covariance: torch.Tensor | None) -> Callabl
     if rows <= columns:
         energy, vectors = torch.linalg.eigh(target @ (target.T if covariance is None else covariance @ target.T))
         vectors, scale = vectors.flip(1), _lifted(energy).flip(0).sqrt()
-        return lambda rank: (
-            vectors[:, :rank] * scale[:rank],
-            (vectors[:, :rank] / scale[:rank]).T @ target,
-        )
+        return lambda rank: (vectors[:, :rank] * scale[:rank], (vectors[:, :rank] / scale[:rank]).T @ target)
     factor = (
         torch.eye(columns, dtype=target.dtype, device=target.device) if covariance is None else _cholesky(covariance)
     )
