@@ -197,11 +197,6 @@ def test_bits_by_layer_that_do_not_fit_are_refused(keys, message):
         Recipe(**{"latent_bits": "auto", **keys})
 
 
-def test_auto_bits_refuse_less_than_a_block(source):
-    with pytest.raises(ValueError, match="cache_ratio is 0.03"):
-        Recipe(cache_ratio=0.03, latent_bits="auto").geometry(walk_over(source, Recipe()).spec)
-
-
 def test_a_layer_of_full_rank_has_the_bias_of_others(tmp_path):
     """Every pair of so few key dims rotates, and a latent of all 64 elements loses nothing."""
     source = tiny.checkpoint(tmp_path / "source", head_dim=16, num_hidden_layers=2)
@@ -246,11 +241,15 @@ def test_no_layer_leaves_the_widths_of_fast_kernels_that_the_mean_is_in(layout, 
     assert most_rank(geometry, 64, rank) == most
 
 
-def test_ranks_must_fit_the_source(source):
-    spec = walk_over(source, Recipe()).spec
-    with pytest.raises(ValueError, match="latent.ranks has 2 ranks; expected 3, one per layer"):
-        Recipe(cache_ratio=0.5, latent_ranks=[8, 8]).geometries(spec)
-    with pytest.raises(ValueError, match=r"latent.ranks\[2\] is 4096; expected at most"):
-        Recipe(cache_ratio=0.5, latent_ranks=[8, 8, 4096]).geometries(spec)
-    with pytest.raises(ValueError, match="latent.ranks is 'measured'; expected ranks"):
-        Recipe(cache_ratio=0.5, latent_ranks="measured").geometries(spec)
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"latent_ranks": [8, 8]}, "latent.ranks has 2 ranks; expected 3, one per layer"),
+        ({"latent_ranks": [8, 8, 4096]}, r"latent.ranks\[2\] is 4096; expected at most"),
+        ({"latent_ranks": "measured"}, "latent.ranks is 'measured'; expected ranks"),
+        ({"cache_ratio": 0.03, "latent_bits": "auto"}, "cache_ratio is 0.03"),
+    ],
+)
+def test_ranks_and_bits_must_fit_the_source(keys, message, source):
+    with pytest.raises(ValueError, match=message):
+        Recipe(**{"cache_ratio": 0.5, **keys}).geometries(walk_over(source, Recipe()).spec)
