@@ -6,18 +6,13 @@ from mha2mla.conversion import recipe as recipes
 from mha2mla.conversion.calibration.statistics import LayerStatistics, StatisticsCollector
 from mha2mla.conversion.families import ADAPTERS, AttentionWeights, SourceSpec
 from mha2mla.conversion.layer import rotary_basis
-from mha2mla.conversion.recipe import selections
 from mha2mla.conversion.rope import RotaryBasis
-from mha2mla.conversion.target import LAYOUTS
 from tests.conversion import tiny
 from tests.conversion.plain_mla import plain_mla_attention
 
 
 def Recipe(**keys) -> recipes.Recipe:
     return tiny.Recipe(**{"layout": "per-group", **keys})  # unless a test says otherwise
-
-
-SELECTIONS = [(layout, selection) for layout in LAYOUTS for selection in selections(layout)]
 
 
 class Layer:

@@ -263,8 +263,8 @@ def walk_over(folder: Path, recipe: recipes.Recipe, source=None) -> LayerWalk:
     return LayerWalk(model, adapter, spec, (), recipe, TokenBlocks.of(some_tokens(8, 40)), folder)
 
 
-def some_tokens(windows: int = 3, length: int = 40, vocabulary: int = 258) -> torch.Tensor:
-    return torch.randint(2, vocabulary, (windows, length), generator=torch.Generator().manual_seed(1))
+def some_tokens(windows: int = 3, length: int = 40) -> torch.Tensor:
+    return torch.randint(2, 258, (windows, length), generator=torch.Generator().manual_seed(1))
 
 
 def loaded_tokenizer(folder: Path):

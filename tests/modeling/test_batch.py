@@ -10,9 +10,9 @@ from mha2mla.modeling.batch import CacheCapacityError, SequenceBatch
 PAGE = 4
 
 
-def own_pages(lengths, cached, page=PAGE):
+def own_pages(lengths, cached):
     """Pages in reverse order, so that nothing is right by being an arange."""
-    counts = [-(-(new + old) // page) for new, old in zip(lengths, cached, strict=True)]
+    counts = [-(-(new + old) // PAGE) for new, old in zip(lengths, cached, strict=True)]
     ids = iter(range(sum(counts) - 1, -1, -1))
     return [[next(ids) for _ in range(count)] for count in counts], sum(counts)
 
