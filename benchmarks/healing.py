@@ -51,13 +51,13 @@ from mha2mla.eval.probes import SPAN, ProbeSettings
 from mha2mla.eval.quality import TEXTS, evaluate_quality
 from mha2mla.eval.quantized_caches import KVCodes
 from mha2mla.files import atomic_write
+from mha2mla.healing.distillation import Distillation
 from mha2mla.healing.memory import fit_memory
 from mha2mla.healing.rate import RATES, first_steps, rate_of_little_harm
 from mha2mla.healing.run import device_use
 from mha2mla.healing.settings import DEFAULT_TEXT, PRESETS, Optimizer, Settings, Trained
 from mha2mla.healing.student import ATTENTION, load_models, prepare_models
 from mha2mla.healing.text import describe_text, hold_out, source_perplexity, training_text
-from mha2mla.healing.training import Distillation
 from mha2mla.healing.training import train as train_models
 from mha2mla.trial_models import ShapeName, fetch_smollm2, random_pair
 

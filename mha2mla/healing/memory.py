@@ -10,9 +10,9 @@ from dataclasses import replace
 import torch
 
 from mha2mla.conversion.fit.repeatable import deterministic
+from mha2mla.healing.distillation import Distillation, is_out_of_memory, run_pass
 from mha2mla.healing.settings import Settings
 from mha2mla.healing.student import Models
-from mha2mla.healing.training import Distillation, is_out_of_memory, run_pass
 
 MARGIN = 1 / 50  # of the memory
 

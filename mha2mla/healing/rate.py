@@ -10,9 +10,10 @@ from torch import Tensor
 
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.fit.repeatable import deterministic
+from mha2mla.healing.distillation import Distillation, warm_up
 from mha2mla.healing.optimizer import SCHEDULES, first_directions
 from mha2mla.healing.settings import Optimizer, Settings
-from mha2mla.healing.training import Distillation, passes, warm_up
+from mha2mla.healing.training import passes
 
 RATES = tuple(1e-2 * 2.0**-halvings for halvings in range(20))  # tried from the largest on, down to 2e-8
 MAX_MEASURED = 1 << 15  # tokens

@@ -38,13 +38,14 @@ from mha2mla.conversion.source.files import check_unchanged, faults_of_the_sourc
 from mha2mla.conversion.source.opening import OpenedFolder, Source, open_converted, open_source
 from mha2mla.environment import collect_environment, compute_device, device_name, installed_version, named_dtype
 from mha2mla.files import CURVE, atomic_write, output_file
+from mha2mla.healing.distillation import Distillation
 from mha2mla.healing.memory import fit_memory
 from mha2mla.healing.rate import first_steps, measured_rate
 from mha2mla.healing.record import OWN_WINDOWS, HealingReport, check_pair, write_healed, write_record
 from mha2mla.healing.settings import DEFAULT_TEXT, FEWEST_STEPS, PresetName, Settings
 from mha2mla.healing.student import Models, is_sharded, load_models
 from mha2mla.healing.text import describe_text, hold_out, source_perplexity, text_name, training_text, with_own_windows
-from mha2mla.healing.training import Distillation, last_checkpoint, tokens_in, train
+from mha2mla.healing.training import last_checkpoint, tokens_in, train
 from mha2mla.modeling.families import FAMILIES
 from mha2mla.pipeline.check import EVALUATION_TEXT, EVALUATION_TOKENS, HeldOut, source_folder
 from mha2mla.pipeline.sizing import recognize_gpu

@@ -6,102 +6,32 @@ import json
 import math
 import shutil
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments, get_scheduler
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback
 
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.fit.repeatable import deterministic
 from mha2mla.files import CURVE, atomic_write, write_output
-from mha2mla.healing.loss import distillation_loss, divergence
+from mha2mla.healing.distillation import Distillation, first_pass, gradients, run_pass, warm_up
 from mha2mla.healing.optimizer import SCHEDULES, first_directions, make_optimizer
 from mha2mla.healing.settings import Settings
-from mha2mla.healing.student import Models
 from mha2mla.terminal import progress_bar, waiting
 
 WARM_UP = 0.03  # share of the steps
 _LOGS = 200
 _TIMED = 3  # passes
-_COMPLETE = "complete.json"
-# One graph for each shape: with dynamic ones bits would depend on the shapes that a process saw before. Values are
-# rounded where the uncompiled code rounds them.
-_COMPILATION = {"dynamic": False, "options": {"emulate_precision_casts": True}}
-# Ranks and bits by layer, both models and window lengths share this limit; beyond PyTorch's 8 nothing was compiled.
-_GRAPHS = {"recompile_limit": 1024, "accumulated_recompile_limit": 4096}
-
-
-class Distillation(nn.Module):
-    """The student as the Trainer sees it: its output is the loss, its state the trained weights alone.
-
-    Args:
-        models: the teacher is no submodule; nothing moves, wraps or saves it.
-        autocast: dtype of products; None: the weights' own.
-    """
-
-    def __init__(self, models: Models, autocast: torch.dtype | None) -> None:
-        super().__init__()
-        self.compiled, self.diverge = False, divergence
-        self.student, self._teacher, self._autocast = models.student, (models.teacher,), autocast
-        # accelerate reads here which modules FSDP shards one by one
-        self._no_split_modules = sorted({type(layer).__name__ for layer in models.student.base_model.layers})
-        self.register_state_dict_post_hook(_keep_trained)
-        self.register_load_state_dict_post_hook(lambda module, found: found.missing_keys.clear())
-
-    def compile_layers(self) -> None:
-        """Lets torch.compile make the decoder layers and the loss of training; evaluation runs them as they are.
-
-        Only once it is known whether layers recompute activations: those that are to and were compiled before would run
-        compiled in the backward pass alone.
-        """
-        self.compiled, self.diverge = True, torch.compile(divergence, **_COMPILATION)
-        for model in (*self._teacher, self.student):
-            for layer in model.base_model.layers:
-                layer.compile(**_COMPILATION)
-
-    def forward(self, input_ids: Tensor, lengths: Tensor, weights: Tensor | None = None) -> dict[str, Tensor]:
-        """Mean over tokens of KL(teacher ‖ student) in nats.
-
-        Args:
-            input_ids: [blocks, size]; the last token of a window has a prediction as the others.
-            lengths: [blocks], tokens of a window in each.
-            weights: [blocks, size], of mean 1 over the text; None: ones.
-        """
-        stance = torch.compiler.set_stance("default" if self.compiled and self.training else "force_eager")
-        with stance, torch.compiler.config.patch(_GRAPHS):
-            return self._forward(input_ids, lengths, weights)
-
-    def _forward(self, input_ids: Tensor, lengths: Tensor, weights: Tensor | None) -> dict[str, Tensor]:
-        (teacher,), total = self._teacher, 0.0
-        for length in sorted(set(lengths.tolist())):
-            chosen = lengths == length
-            ids = input_ids[chosen].view(-1, length)
-            with torch.autocast(ids.device.type, self._autocast, enabled=self._autocast is not None):
-                with torch.no_grad():
-                    expected = teacher.base_model(input_ids=ids, use_cache=False).last_hidden_state
-                found = self.student.base_model(input_ids=ids, use_cache=False).last_hidden_state
-                total = total + distillation_loss(
-                    found.flatten(0, 1),
-                    expected.flatten(0, 1),
-                    self.student.get_output_embeddings(),
-                    teacher.get_output_embeddings(),
-                    weights=None if weights is None else weights[chosen].flatten(),
-                    diverge=self.diverge,
-                )
-        return {"loss": total / input_ids.numel()}
-
-
-def _keep_trained(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    kept = {prefix + name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    for name in [name for name in state if name.startswith(prefix) and name not in kept]:
-        del state[name]
+_FEWEST_TIMED = 10  # steps
+_COMPLETE, _PLANNED = "complete.json", "planned_steps"
 
 
 class Blocks(Dataset):
@@ -144,6 +74,16 @@ class _Arguments(TrainingArguments):
         return min(1, super().n_gpu)  # several without a launcher would be DataParallel
 
 
+def _plan(arguments: TrainingArguments, settings: Settings, steps: int) -> None:
+    """What of the arguments follows from the number of steps."""
+    schedule = SCHEDULES[settings.optimizer]
+    arguments.max_steps, arguments.warmup_steps = steps, min(math.ceil(WARM_UP * steps), steps - 1)
+    decay = min(max(1, round(schedule.decay * steps)), steps - arguments.warmup_steps)
+    arguments.lr_scheduler_kwargs = {"num_decay_steps": decay, "decay_type": schedule.shape}
+    arguments.eval_steps = arguments.save_steps = math.ceil(steps / settings.evaluations)
+    arguments.logging_steps = max(1, steps // _LOGS)
+
+
 class _Trainer(Trainer):
     """The optimizer of the settings, over blocks in the order of their dataset."""
 
@@ -183,6 +123,41 @@ class _Clock(TrainerCallback):
         self.seconds += _now(self._device) - self._began
 
 
+class _Minutes(TrainerCallback):
+    """Fewer steps where the first twentieth of them took longer than planned: so the rate falls to its end in time.
+    Decided once; a row of the history says what was, for a run that goes on."""
+
+    def __init__(self, settings: Settings, clock: _Clock) -> None:
+        self._settings, self._clock, self._at = settings, clock, 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if _planned(state) is None:
+            self._at = max(_FEWEST_TIMED, math.ceil(state.max_steps / 20))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **_: Any) -> None:
+        if state.global_step != self._at:
+            return
+        left = 60 * self._settings.minutes - self._clock.seconds
+        steps = state.global_step + max(1, int(left / self._clock.seconds * state.global_step))
+        steps = int(broadcast(torch.tensor(steps, device=args.device)))  # each process has a clock of its own
+        if steps >= state.max_steps:
+            return
+        state.log_history.append({"step": state.global_step, _PLANNED: steps})
+        _plan(args, self._settings, steps)
+        state.compute_steps(args, steps)
+        state.max_steps = steps
+        made = get_scheduler(
+            args.lr_scheduler_type, torch.optim.SGD([torch.zeros(1)]), args.warmup_steps, steps,
+            args.lr_scheduler_kwargs,
+        )  # fmt: skip
+        lr_scheduler.lr_lambdas = made.lr_lambdas * len(lr_scheduler.lr_lambdas)
+
+
+def _planned(state: TrainerState) -> int | None:
+    """Steps that :class:`_Minutes` has left of a run."""
+    return next((row[_PLANNED] for row in state.log_history if _PLANNED in row), None)
+
+
 class _Log(TrainerCallback):
     """The curve so far as a JSON file, after every evaluation."""
 
@@ -207,6 +182,7 @@ class _Bar(TrainerCallback):
         self._bar = progress_bar(total=total, initial=done, desc="heal", unit="token", unit_scale=True, show=show)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._bar.total = state.max_steps * self._step_tokens
         self._bar.update(self._step_tokens)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
@@ -305,10 +281,10 @@ def tokens_in(minutes: float, distillation: Distillation, settings: Settings, vo
         shares = {settings.length: 1 - settings.long_share, settings.long_length: settings.long_share}
     for length, share in shares.items():
         if is_warmed:
-            _first_pass(distillation, ids, length)
+            first_pass(distillation, ids, length)
         seconds += share * _timed(lambda length=length: run_pass(distillation, ids, length), device, is_warmed)
     seconds /= ids.numel()
-    _gradients(distillation, ids, settings.length)
+    gradients(distillation, ids, settings.length)
     with torch.no_grad():
         if is_warmed:
             first_directions(distillation.student, settings)
@@ -323,51 +299,6 @@ def _timed(call: Callable[[], object], device: torch.device, is_warmed: bool) ->
     for _ in range(times):
         call()
     return (_now(device) - started) / times
-
-
-@deterministic(warn_only=True)  # the mode of train: in another one layers are compiled again
-def warm_up(distillation: Distillation, blocks: TokenBlocks, per_pass: int) -> None:
-    """Compiles what is compiled, by a pass of each length; warns as :func:`_first_pass`."""
-    ids = blocks.tokens[:1].expand(per_pass, -1).to(distillation.student.device)
-    for length in blocks.window_lengths:
-        _first_pass(distillation, ids, length)
-
-
-def _first_pass(distillation: Distillation, ids: Tensor, length: int) -> None:
-    """A pass without a step over ``ids`` in windows of ``length``. Where layers do not compile, it and all that follow
-    run as without compilation.
-
-    Warns:
-        UserWarning: a layer does not compile, and why.
-    """
-    try:
-        run_pass(distillation, ids, length)
-        return
-    except (RuntimeError, OSError) as error:
-        if not distillation.compiled or is_out_of_memory(error):
-            raise
-        why = str(error).strip().partition("\n")[0]
-    # Behind the handler, whose error holds the frames that hold the tensors.
-    distillation.compiled = False
-    warnings.warn(f"decoder layers were not compiled, and training is slower: {why:.300}", stacklevel=3)
-    distillation.zero_grad()
-    run_pass(distillation, ids, length)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Of a GPU; not all that ask for its memory say so by their error's type."""
-    said = str(error)
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in said or "ALLOC_FAILED" in said
-
-
-def run_pass(distillation: Distillation, ids: Tensor, length: int) -> None:
-    """A forward and backward pass over ids [blocks, size] in windows of ``length``; its gradients are dropped."""
-    _gradients(distillation, ids, length)
-    distillation.zero_grad()
-
-
-def _gradients(distillation: Distillation, ids: Tensor, length: int) -> None:
-    distillation.train()(ids, torch.full((len(ids),), length))["loss"].backward()
 
 
 def _now(device: torch.device) -> float:
@@ -393,10 +324,11 @@ def train(
     """Trains the student and leaves it the weights of ``kept_step``, unless that is 0.
 
     With the same arguments on the same machine, a run that was killed and went on ends with the weights, to the bit, of
-    one that nothing disturbed.
+    one that nothing disturbed and that made as many steps.
 
     Args:
-        tokens: to train on at most, in whole steps; at least one step is made.
+        tokens: to train on at most, in whole steps; at least one step is made. Of ``settings.minutes`` fewer where
+            the first twentieth of the steps takes longer than was planned.
         folder: of the checkpoints: trained weights, the optimizer's state, random states.
         going_on: the checkpoint there to go on from (:func:`last_checkpoint`).
         weights, held_out_weights: [blocks, size] of the tokens' losses, each of mean 1; None: ones.
@@ -433,18 +365,17 @@ def train(
     )
     step_tokens = settings.step_tokens * arguments.world_size
     steps = max(1, tokens // step_tokens)
-    every, schedule = math.ceil(steps / settings.evaluations), SCHEDULES[settings.optimizer]
-    arguments.max_steps, arguments.warmup_steps = steps, min(math.ceil(WARM_UP * steps), steps - 1)
-    decay = min(max(1, round(schedule.decay * steps)), steps - arguments.warmup_steps)
-    arguments.lr_scheduler_kwargs = {"num_decay_steps": decay, "decay_type": schedule.shape}
-    arguments.eval_steps = arguments.save_steps = every
-    arguments.logging_steps = max(1, steps // _LOGS)
+    if going_on is not None:
+        steps = _planned(TrainerState.load_from_json(going_on / TRAINER_STATE_NAME)) or steps
+    _plan(arguments, settings, steps)
     order = passes(blocks.lengths, per_pass, steps * step_tokens // blocks.size, settings.seed)
     done = 0 if going_on is None else int(going_on.name.partition("-")[2])
     if done < steps and distillation.compiled:
         with waiting("compiling layers and loss", show=progress and arguments.process_index == 0):
             warm_up(distillation, blocks, per_pass)
     clock, callbacks = _Clock(device), [] if log is None else [_Log(log, step_tokens)]
+    if settings.minutes is not None:
+        callbacks.append(_Minutes(settings, clock))
     trainer = _Trainer(
         settings,
         model=distillation,
@@ -458,7 +389,7 @@ def train(
     with deterministic(warn_only=True):
         trainer.train(resume_from_checkpoint=None if going_on is None else str(going_on))
     seconds = clock.earlier + _now(device) - started
-    state = trainer.state
+    state, steps = trainer.state, trainer.state.max_steps
     evaluated = [row for row in state.log_history if "eval_loss" in row]
     before = evaluated[0]["eval_loss"]
     best = min(evaluated[1:], key=lambda row: row["eval_loss"])

@@ -7,10 +7,10 @@ import torch
 
 import mha2mla
 from mha2mla.healing import memory
+from mha2mla.healing.distillation import Distillation
 from mha2mla.healing.memory import fit_memory, pass_fits
 from mha2mla.healing.settings import Settings
 from mha2mla.healing.student import load_models
-from mha2mla.healing.training import Distillation
 
 SIZES = {"length": 32, "long_length": 64, "batch_tokens": 512, "tokens_at_once": 256}
 

@@ -9,11 +9,11 @@ import torch
 import mha2mla
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.healing import run
+from mha2mla.healing.distillation import Distillation
 from mha2mla.healing.optimizer import make_optimizer
 from mha2mla.healing.rate import HARM, RATES, first_steps, measured_rate, rate_of_little_harm, said_of
 from mha2mla.healing.settings import Optimizer, Settings
 from mha2mla.healing.student import load_models
-from mha2mla.healing.training import Distillation
 from tests.conversion import tiny
 
 WHY = "the largest at which a first step adds at most a twentieth to the held-out KL"

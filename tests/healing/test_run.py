@@ -20,7 +20,7 @@ from mha2mla.checkpoints import CheckpointError
 from mha2mla.conversion.destination import DestinationError
 from mha2mla.conversion.resume import ResumeError
 from mha2mla.eval.inspection import verify_weights
-from mha2mla.healing import run, student, text, training
+from mha2mla.healing import distillation, run, student, text, training
 from mha2mla.healing.settings import Optimizer
 from tests.commands import ROOT, parse
 from tests.conversion import tiny
@@ -167,7 +167,7 @@ class Steps:
     """Counts passes through the loss, and may end the process or raise in one of them."""
 
     def __init__(self, monkeypatch, at=None, ends=None):
-        self.calls, self.trained_tokens, loss = 0, 0, training.distillation_loss
+        self.calls, self.trained_tokens, loss = 0, 0, distillation.distillation_loss
 
         def counting(*args, **keys):
             if torch.is_grad_enabled():
@@ -177,7 +177,7 @@ class Steps:
                     ends()
             return loss(*args, **keys)
 
-        monkeypatch.setattr(training, "distillation_loss", counting)
+        monkeypatch.setattr(distillation, "distillation_loss", counting)
 
 
 def test_tokens_are_a_budget_in_whole_steps(folders, tmp_path, monkeypatch):
@@ -256,6 +256,30 @@ def test_a_killed_run_goes_on_to_the_bit(ends, passes, compile, folders, whole, 
     assert counted is None or counted.calls == passes, "checkpoints are made after every step here"
     assert report.trained.steps == 10 and (tmp_path / "out" / "model.safetensors").read_bytes() == expected
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_fewer_steps_where_minutes_are_short(folders, tmp_path, monkeypatch):
+    """A clock by which each step takes a second: of 40 that were planned 25 fit, and a run that goes on knows it."""
+    now = [0.0]
+    monkeypatch.setattr(training, "_now", lambda _: now.__setitem__(0, now[0] + 1) or now[0])
+    monkeypatch.setattr(run, "tokens_in", lambda *_: 40 * 128)
+    keys = {"tokens": None, "minutes": 25 / 60, "rate": 1e-3, "evaluations": 5}
+    trained = heal(folders, tmp_path / "whole", **keys).trained
+    assert (trained.steps, trained.tokens, trained.kept_step > 8) == (25, 25 * 128, True)
+    assert [row["step"] for row in trained.curve if "held_out_kl" in row] == [0, 8, 15, 20, 25]
+    rates = {row["step"]: row["rate"] / 1e-3 for row in trained.curve if "rate" in row}
+    planned = {step: (1 - (step - 3) / 38) for step in range(3, 12)}  # the rate of step 11 was set before step 10 ended
+    assert rates == pytest.approx({1: 0, 2: 0.5, **planned, **{step: 1 - (step - 2) / 24 for step in range(12, 26)}})
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        Steps(patch, at=37, ends=interrupt)
+        heal(folders, tmp_path / "out", **keys)
+    again = heal(folders, tmp_path / "out", **keys).trained
+    assert (again.steps, again.held_out_last) == (25, trained.held_out_last)
+    assert files(tmp_path / "out")["model.safetensors"] == files(tmp_path / "whole")["model.safetensors"]
 
 
 def test_other_settings_do_not_go_on(folders, tmp_path, monkeypatch, capsys):
@@ -495,8 +519,8 @@ def test_a_student_has_no_noise(family, noise, tmp_path):
     tiny.convert(tmp_path / "source", tmp_path / "converted", LATENT, evaluation="builtin:prose")
     settings = run.Settings.of("quick", tokens=128, length=32, long_length=32)
     models = student.load_models(tmp_path / "source", tmp_path / "converted", torch.device("cpu"), settings)
-    distillation, ids = training.Distillation(models, None), tiny.some_tokens(2, 32)
-    losses = [distillation.train(mode)(ids, torch.tensor([32, 32]))["loss"] for mode in (True, False)]
+    made, ids = distillation.Distillation(models, None), tiny.some_tokens(2, 32)
+    losses = [made.train(mode)(ids, torch.tensor([32, 32]))["loss"] for mode in (True, False)]
     assert torch.equal(*losses)
     heal((tmp_path / "source", tmp_path / "converted"), tmp_path / "out", tokens=128)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -541,7 +565,7 @@ def test_centers_of_codes_stay_float32(folders, tmp_path):
 HEALS = """
 import json, os, signal, sys
 import mha2mla
-from mha2mla.healing import training
+from mha2mla.healing import distillation, training
 from tests.conversion import tiny
 
 *folders, keys, end = sys.argv[1:]
@@ -555,7 +579,7 @@ if os.environ.get("ACCELERATE_USE_FSDP") and json.loads(keys)["device"] == "cpu"
 
     training._Trainer = Trainer
 
-backward, passes = training.Distillation._forward, []
+backward, passes = distillation.Distillation._forward, []
 
 def counting(self, *inputs):
     passes.extend([None] * self.training)
@@ -563,7 +587,7 @@ def counting(self, *inputs):
         os.kill(os.getpid(), signal.SIGKILL)
     return backward(self, *inputs)
 
-training.Distillation._forward = counting
+distillation.Distillation._forward = counting
 report = mha2mla.heal(*folders, text=tiny.some_tokens(48, 32), **json.loads(keys))
 done = report.trained
 found = [done.steps, done.tokens, len(passes), report.shared_parameters > 0, report.settings.rate]

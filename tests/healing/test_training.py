@@ -1,6 +1,5 @@
 """The order of blocks, the budget in minutes, checkpoints that were not finished."""
 
-import itertools
 import json
 import math
 
@@ -8,16 +7,11 @@ import pytest
 import torch
 from transformers import TrainerState
 
-from mha2mla.conversion.calibration.blocks import TokenBlocks
-from mha2mla.conversion.fit.repeatable import deterministic
 from mha2mla.healing import training
+from mha2mla.healing.distillation import Distillation
 from mha2mla.healing.settings import PRESETS, Settings
-from mha2mla.healing.student import load_models, prepare_models
-from mha2mla.healing.training import Distillation, last_checkpoint, passes, tokens_in, warm_up
-from mha2mla.trial_models import converted_config, random_model, source_config
-from tests.conversion import tiny
-from tests.healing.conftest import LATENT
-from tests.ops import Calls
+from mha2mla.healing.student import load_models
+from mha2mla.healing.training import last_checkpoint, passes, tokens_in
 
 
 def test_a_pass_has_every_block_once():
@@ -46,173 +40,6 @@ def test_minutes_become_tokens_by_the_clock(compiled, passes, folders, monkeypat
     assert tokens_in(2.0, distillation, settings, 258) == int(120 / ((0.8 * 6 + 0.2 * 12 + 3) / passes) * 64)
     assert all(torch.equal(before[name], each) for name, each in distillation.state_dict().items())
     assert all(each.grad is None for each in distillation.parameters())
-
-
-def test_state_is_the_trained_weights(folders):
-    settings = Settings.of("quick", tokens=64, length=32, long_length=32)
-    distillation = Distillation(load_models(*folders, torch.device("cpu"), settings), None)
-    state = distillation.state_dict()
-    assert state and all(name.startswith("student.model.layers.") and ".self_attn." in name for name in state)
-    assert not any(name.endswith("inv_freq") for name in state)
-
-
-def test_windows_of_several_lengths_are_one_mean(folders):
-    settings = Settings.of("quick", tokens=64, length=16, long_length=32)
-    distillation = Distillation(load_models(*folders, torch.device("cpu"), settings), None)
-    ids = torch.randint(2, 258, (3, 32))
-    lengths = torch.tensor([16, 32, 16])
-    alone = [distillation(ids[row : row + 1], lengths[row : row + 1])["loss"] for row in range(3)]
-    torch.testing.assert_close(distillation(ids, lengths)["loss"], sum(alone) / 3)
-
-
-@pytest.fixture(scope="module")
-def coded(folders, tmp_path_factory):
-    """Folder of a conversion over 3-bit codes."""
-    folder = tmp_path_factory.mktemp("coded") / "converted"
-    tiny.convert(folders[0], folder, {**LATENT, "latent.bits": 3}, evaluation="builtin:prose")
-    return folder
-
-
-@pytest.fixture
-def models(folders, coded):
-    """Both models, the student over codes, all weights trained."""
-    settings = Settings.of("quick", tokens=64, length=32, long_length=32, train="all")
-    return load_models(folders[0], coded, torch.device("cpu"), settings)
-
-
-def test_codes_are_noise_that_gradients_pass(folders, coded):
-    settings = Settings.of("quick", tokens=64, length=32, long_length=32)
-    models = load_models(folders[0], coded, torch.device("cpu"), settings)
-    ids, distillation = tiny.some_tokens(2, 32), Distillation(models, None)
-    loss = distillation(ids, torch.tensor([32, 32]))["loss"]
-    expected = models.teacher(ids).logits.log_softmax(-1)
-    for bits, same in ((3, True), (16, False)):
-        models.student.config.latent_bits = bits
-        found = models.student(ids, use_cache=True).logits.log_softmax(-1)
-        kl = (expected.exp() * (expected - found)).sum(-1).mean()
-        assert (abs(kl.item() / loss.item() - 1) < 1e-4) is same
-    loss.backward()
-    names = ("kv_a_proj.weight", "v_b_proj")
-    attention = models.student.model.layers[0].self_attn
-    assert all(attention.get_parameter(name).grad.abs().sum() > 0 for name in names)
-
-
-def test_compiled_layers_train_as_they_are(models):
-    ids, lengths = tiny.some_tokens(2, 32), torch.tensor([32, 32])
-    found = []
-    for compiled in (False, True):
-        distillation = Distillation(models, None)
-        if compiled:
-            distillation.compile_layers()
-        with Calls() as calls:
-            evaluated = distillation.eval()(ids, lengths)["loss"]
-        assert "aten::silu" in calls.names  # evaluation compiles nothing
-        loss = distillation.train()(ids, lengths)["loss"]
-        loss.backward()
-        found.append(
-            [evaluated, loss, *(each.grad.clone() for each in distillation.parameters() if each.requires_grad)]
-        )
-        distillation.zero_grad()
-    for plain, other in zip(*found, strict=True):
-        torch.testing.assert_close(other, plain, rtol=1e-4, atol=1e-6)
-    with torch.profiler.profile() as profile:
-        distillation(ids, lengths)["loss"].backward()
-    names = [each.key for each in profile.key_averages()]
-    assert not {"aten::silu", "aten::_log_softmax"} & set(names)
-
-
-def test_layers_have_one_graph(models):
-    graphs = []
-    torch.compiler.reset()
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph
-
-    for layer in models.student.base_model.layers:
-        layer.compile(dynamic=False, backend=backend)
-    states = torch.randn(2, 32, models.student.config.hidden_size)
-    counts = []
-    for layer in models.student.base_model.layers:
-        layer(states, position_ids=torch.arange(32)[None])
-        counts.append(len(graphs))
-    assert 0 < counts[0] == counts[-1]
-
-
-def test_every_shape_has_its_graph(models, monkeypatch):
-    monkeypatch.setattr(training, "_COMPILATION", {"dynamic": False, "backend": "eager"})
-    torch.compiler.reset()
-    distillation, counts = Distillation(models, None).train(), []
-    distillation.compile_layers()
-    for length in range(16, 23):  # with a teacher and a student 14 graphs of layers
-        distillation(tiny.some_tokens(1, length), torch.tensor([length]))
-        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert len({after - before for before, after in itertools.pairwise(counts)}) == 1
-
-
-def test_training_runs_what_warm_up_compiled(models):
-    torch.compiler.reset()
-    distillation = Distillation(models, None)
-    distillation.compile_layers()
-    blocks = TokenBlocks.of(tiny.some_tokens(4, 32))
-    warm_up(distillation, blocks, 2)
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    with deterministic(warn_only=True):
-        distillation.train()(blocks.tokens[:2], torch.full((2,), 32))["loss"].backward()
-    assert graphs and torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
-
-
-@pytest.mark.gpu
-def test_compiled_codes_are_those_of_their_rows():
-    """At the size of a real pass, where kernels loop over rows; memory that a kernel has not written holds NaN."""
-    source = source_config("smollm2-135m", num_hidden_layers=2)
-    config = converted_config(source, layout="latent", cache_ratio=0.5)
-    config.latent_bits, place = 3, torch.device("cuda")
-    teacher, student = (random_model(each, "cuda", torch.float32) for each in (source, config))
-    settings = Settings.of("standard", tokens=2**16, train="all")
-    models = prepare_models(teacher.requires_grad_(False), student, place, settings)
-    torch.compiler.reset()
-    distillation = Distillation(models, torch.bfloat16)
-    distillation.compile_layers()
-    ids, lengths = torch.randint(100, 49000, (4, 8192), device=place), torch.full((4,), 1024)
-    with torch.no_grad():
-        expected = distillation.eval()(ids, lengths)["loss"]
-    for _ in range(8):
-        distillation.zero_grad()
-        torch.cuda.empty_cache()
-        torch.full((2**31,), torch.nan, device=place)  # and freed
-        found = distillation.train()(ids, lengths)["loss"]
-        found.backward()
-        torch.testing.assert_close(found, expected, rtol=0.05, atol=0)
-
-
-def test_a_step_runs_few_ops_and_fills_no_memory(models):
-    distillation = Distillation(models, None)
-    with deterministic(warn_only=True), torch.profiler.profile() as profile:
-        distillation(tiny.some_tokens(2, 32), torch.tensor([32, 32]))["loss"].backward()
-    counts = {each.key: each.count for each in profile.key_averages()}
-    assert counts["aten::fill_"] < 60 < counts["aten::empty_strided"]
-
-
-@pytest.mark.parametrize("from_minutes", [False, True])
-def test_layers_that_do_not_compile_train_plainly(from_minutes, folders, monkeypatch):
-    settings = Settings.of("quick", tokens=64, length=32, long_length=32)
-    distillation = Distillation(load_models(*folders, torch.device("cpu"), settings), None)
-    distillation.compile_layers()
-    forward = Distillation._forward
-
-    def broken(self, *inputs):
-        if self.compiled:
-            raise RuntimeError("no compiler")
-        return forward(self, *inputs)
-
-    monkeypatch.setattr(Distillation, "_forward", broken)
-    with pytest.warns(UserWarning, match="not compiled.*no compiler") as told:
-        if from_minutes:
-            assert tokens_in(2.0, distillation, settings, 258) > 0
-        training.warm_up(distillation, TokenBlocks.of(tiny.some_tokens(2, 32)), 2)
-    assert len(told) == 1
-    assert distillation(tiny.some_tokens(2, 32), torch.tensor([32, 32]))["loss"].isfinite()
 
 
 def test_a_loss_without_a_number_says_what_to_do():
