@@ -103,9 +103,11 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 def own_map(module: nn.Module) -> tuple[Tensor, Tensor] | None:
     """Weight and bias of an ``nn.Linear`` with a bias, offloaded or not; None: a call of it computes something else."""
-    if is_plain(module, nn.Linear):
+    if type(module) is not nn.Linear:
+        return None
+    if not (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__):
         return module.weight, module.bias
-    if type(module) is nn.Linear and hasattr(module, "_hf_hook"):
+    if hasattr(module, "_hf_hook"):
         from accelerate.utils import align_module_device  # offloading has imported it
 
         with align_module_device(module):
