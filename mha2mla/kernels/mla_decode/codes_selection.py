@@ -16,6 +16,7 @@ from mha2mla.kernels.mla_decode.selection import (
     padded_latent_columns,
     portable_choices,
     rope_blocks,
+    tilings,
 )
 from mha2mla.kernels.split_kv.choice import (
     HOPPER,
@@ -24,7 +25,6 @@ from mha2mla.kernels.split_kv.choice import (
     first_refusal,
     rank_choices,
     shared_memory_limit,
-    tile_rows,
 )
 
 BITS = (2, 3, 4, 8)
@@ -87,23 +87,27 @@ def key_registers(needed: int, columns: int, makers: int, wideners: int, residen
     return next((registers for registers in each if registers), None)
 
 
+def ring_bytes(shape: CodedShape, pieces: int) -> int:
+    """Bytes of shared memory of so many pieces of coded rows, with their barriers and 1 KiB for alignment."""
+    return pieces * (PIECE * shape.row_bytes + 16) + 1024
+
+
 def ws_choices(shape: CodedShape, tiling: RowTiling, limit: int) -> Candidates:
     """Few tiles first, then tiles in flight (to two), then two CTAs or two warpgroups that dequantise."""
     latent = padded_latent_columns(shape.kv_lora_rank, 128)
     rope = rope_blocks(tiling, shape.qk_rope_head_dim)
-    if tiling.rows > 32 or shape.kv_lora_rank > selection.WIDE_LATENT or rope.block_rows < tiling.rows:
+    if shape.kv_lora_rank > selection.WIDE_LATENT or rope.block_rows < tiling.rows:
         return
     needed = selection.accumulators(latent, tiling.rows, 64, 128) + selection.CONSUMER_OVERHEAD
     for resident, num_stages, rope_stages, pieces in product((2, 1), (3, 2), (4, 3, 2), (16, 12, 8, 6, 4, 3, 2)):
         wideners = 1 if resident == 2 else 2
         used = selection.swap_ab_ws_shared_memory(tiling, rope, shape.kv_lora_rank, num_stages, rope_stages)
-        used += pieces * (PIECE * shape.row_bytes + 16) + 1024
+        used += ring_bytes(shape, pieces)
         registers = registers_of(needed, 2 + wideners, wideners, resident, LOADING_REGISTERS[resident])
         in_flight = resident * min(pieces, 4 * rope_stages // rope.chunks_per_block)
         yield candidate(
             (0, tiling.num_tiles, tiling.rows, -min(8, in_flight), -resident, -in_flight, -num_stages, used),
-            registers is not None and resident * (used + 1024) <= limit + 1024,
-            "codes_ws", tiling, used,
+            limit, "codes_ws", tiling, used,
             f"{wideners} warpgroup(s) dequantise, {num_stages} latent and {rope_stages} rope stages, {pieces} pieces of"
             f" {PIECE} coded rows, {resident} CTA(s) a multiprocessor",
             num_stages=num_stages, rope_stages=rope_stages, threads=128 * (2 + wideners), ctas_per_sm=resident,
@@ -115,7 +119,7 @@ def cluster_choices(shape: CodedShape, tiling: RowTiling, limit: int) -> Candida
     """For wider latents, of which each CTA of two has a half; a ring of two tiles, or one and a half."""
     cut = selection.halve(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, "narrow")  # wide pieces: not tried
     wide = shape.kv_lora_rank > selection.WIDE_LATENT and shape.kv_lora_rank == selection.CLUSTER * cut.columns
-    if tiling.rows > 32 or not wide or cut.rope_columns > selection.MAX_ROPE_HALF:
+    if not wide or cut.rope_columns > selection.MAX_ROPE_HALF:
         return
     scores = 64 * tiling.rows // 128
     needed = selection.accumulators(cut.columns, tiling.rows, 64, 128) + scores + selection.CONSUMER_OVERHEAD
@@ -123,11 +127,10 @@ def cluster_choices(shape: CodedShape, tiling: RowTiling, limit: int) -> Candida
     for halves, rope_stages, pieces in product((4, 3), (4, 3, 2), (8, 6, 4, 3, 2)):
         num_stages = halves * cut.units // 2
         used = selection.cluster_shared_memory(tiling, cut, num_stages, rope_stages)
-        used += pieces * (PIECE * shape.row_bytes + 16) + 1024
+        used += ring_bytes(shape, pieces)
         yield candidate(
             (0, tiling.num_tiles, tiling.rows, -min(3, pieces), -halves, -pieces, -rope_stages),
-            registers is not None and used <= limit,
-            "codes_cluster", tiling, used,
+            limit, "codes_cluster", tiling, used,
             f"{selection.CLUSTER} x {cut.columns} columns, 2 warpgroups dequantise, {num_stages} parts of {cut.unit}"
             f" columns, {rope_stages} rope stages, {pieces} pieces of {PIECE} coded rows",
             num_stages=num_stages, rope_stages=rope_stages, threads=512, cluster_size=selection.CLUSTER,
@@ -146,13 +149,12 @@ def latent_ws_choices(shape: CodedShape, tiling: RowTiling, limit: int) -> Candi
     sizes = product(((2, 1), (1, 2), (1, 1)), (4, 3, 2), (3 * makers, 2 * makers), (16, 12, 8, 6, 4, 3, 2))
     for (resident, wideners), num_stages, rope_stages, pieces in sizes:
         used = selection.swap_ab_ws_shared_memory(tiling, blocks, shape.kv_lora_rank, num_stages, rope_stages)
-        used += pieces * (PIECE * shape.row_bytes + 16) + 1024
+        used += ring_bytes(shape, pieces)
         registers = key_registers(needed, shape.kv_lora_rank, makers, wideners, resident)
         ctas, in_flight = (-resident * wideners, -resident), resident * pieces
         yield candidate(
             (0, tiling.num_tiles, tiling.rows, -min(8, in_flight), *ctas, -num_stages, -in_flight, used),
-            registers is not None and resident * (used + 1024) <= limit + 1024,
-            "codes_latent_ws", tiling, used,
+            limit, "codes_latent_ws", tiling, used,
             f"{makers} warpgroup(s) make keys, {wideners} dequantise, {num_stages} latent and {rope_stages} rope"
             f" stages, {pieces} pieces of {PIECE} coded rows, {resident} CTA(s) a multiprocessor",
             num_stages=num_stages, rope_stages=rope_stages, threads=128 * (2 + makers + wideners),
@@ -169,11 +171,10 @@ def latent_cluster_choices(shape: CodedShape, tiling: RowTiling, limit: int) -> 
         num_stages = max(cut.units + 1, halves * cut.units // 2)
         rope = (makers * selection.KEY_TILE, selection.KEY_TILE)
         used = selection.cluster_shared_memory(tiling, cut, num_stages, rope_stages, rope)
-        used += pieces * (PIECE * shape.row_bytes + 16) + 1024
+        used += ring_bytes(shape, pieces)
         yield candidate(
             (0, tiling.num_tiles, tiling.rows, 0, 0, -min(3, pieces), -halves, -pieces, -rope_stages),
-            registers is not None and used <= limit,
-            "codes_latent_cluster", tiling, used,
+            limit, "codes_latent_cluster", tiling, used,
             f"{selection.CLUSTER} x {cut.columns} columns, {makers} warpgroup(s) make keys, 1 dequantises, {num_stages}"
             f" parts of {cut.unit} columns, {rope_stages} rope stages, {pieces} pieces of {PIECE} coded rows",
             num_stages=num_stages, rope_stages=rope_stages, threads=128 * (3 + makers), cluster_size=selection.CLUSTER,
@@ -184,17 +185,15 @@ def latent_cluster_choices(shape: CodedShape, tiling: RowTiling, limit: int) -> 
 def _candidates(shape: CodedShape, capability: int, limit: int, has_rope_cache: bool) -> Candidates:
     if not has_rope_cache and capability != HOPPER:
         raise ValueError(f"the GPU has compute capability {capability / 10}; kernels that make keys of codes need 9.0")
-    for max_rows in (32, 16):
-        for max_groups in (128, 64, 32, 16, 8, 4, 2, 1) if has_rope_cache else (1,):
-            tiling = tile_rows(shape.heads, shape.num_rope_heads, shape.seqlen_q, max_rows, max_groups)
-            if not has_rope_cache:
-                yield from latent_ws_choices(shape, tiling, limit)
-                yield from latent_cluster_choices(shape, tiling, limit)
-                continue
-            if capability == HOPPER:
-                yield from ws_choices(shape, tiling, limit)
-                yield from cluster_choices(shape, tiling, limit)
-            yield from portable_choices(shape, tiling, capability, limit, "codes_portable")
+    for tiling in tilings(shape, (32, 16), has_rope_cache):
+        if not has_rope_cache:
+            yield from latent_ws_choices(shape, tiling, limit)
+            yield from latent_cluster_choices(shape, tiling, limit)
+            continue
+        if capability == HOPPER:
+            yield from ws_choices(shape, tiling, limit)
+            yield from cluster_choices(shape, tiling, limit)
+        yield from portable_choices(shape, tiling, capability, limit, "codes_portable")
 
 
 def list_kernels(shape: CodedShape, capability: int, *, has_rope_cache: bool = True) -> list[KernelChoice]:

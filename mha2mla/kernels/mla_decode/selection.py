@@ -106,10 +106,7 @@ def refusal(
 
 def padded_rope_columns(columns: int) -> int:
     """Shared-memory width of ``columns`` rope columns: a power of two from 16 to 64, then multiples of 64."""
-    width = 16
-    while width < min(columns, 64):
-        width *= 2
-    return width if columns <= 64 else -(-columns // 64) * 64
+    return max(16, 1 << (columns - 1).bit_length()) if columns <= 64 else -(-columns // 64) * 64
 
 
 def padded_latent_columns(kv_lora_rank: int, threads: int) -> int:
@@ -163,11 +160,8 @@ def halve(tiling: RowTiling, kv_lora_rank: int, qk_rope_head_dim: int, variant: 
     panels = -(-kv_lora_rank // (64 * CLUSTER))
     unit = 64 * max(n for n in range(1, PIECES[variant] // 64 + 1) if panels % n == 0)
     own = -(-(tiling.groups_per_tile * qk_rope_head_dim) // (8 * CLUSTER)) * 8
-    padded = 16
-    while padded < own and padded < ROPE_CHUNK:
-        padded *= 2
-    padded = -(-own // padded) * padded
-    return Halves(panels * 64 // unit, unit, own, padded)
+    chunk = min(ROPE_CHUNK, max(16, 1 << (own - 1).bit_length()))
+    return Halves(panels * 64 // unit, unit, own, -(-own // chunk) * chunk)
 
 
 def cluster_shared_memory(
@@ -244,10 +238,14 @@ def column_of_code(d):
 
 
 def candidate(
-    rank: tuple, fits: bool, kernel: str, tiling: RowTiling, used: int, words: str, **fields: Any
+    rank: tuple, limit: int, kernel: str, tiling: RowTiling, used: int, words: str, fits: bool = True, **fields: Any
 ) -> tuple[tuple, KernelChoice | None, int]:
-    """One of :data:`Candidates`, whose reason has the numbers."""
-    if not fits:
+    """One of :data:`Candidates`, whose reason has the numbers.
+
+    It fits where ``fits`` is True, ``registers`` are not None, and a multiprocessor has ``used`` bytes and the driver's
+    1 KiB for each of its CTAs: it has 1 KiB more than one CTA may use, ``limit``."""
+    is_within = fields.get("ctas_per_sm", 1) * (used + 1024) <= limit + 1024
+    if not (fits and is_within) or fields.get("registers", ()) is None:
         return rank, None, used
     name = f"{kernel} ({fields['variant']})" if kernel == "heads_on_m" else kernel
     reason = f"{name}: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {words}, {used} bytes of shared memory a CTA"
@@ -257,6 +255,13 @@ def candidate(
 def accumulators(latent_columns: int, rows: int, block: int, threads: int) -> int:
     """Registers a thread needs for the output, the scores and the denominators."""
     return (latent_columns + 2 * block) * rows // threads
+
+
+def tilings(shape: DecodeShape, rows: tuple[int, ...], several_groups: bool, packed: bool = False) -> list[RowTiling]:
+    """Tiles of at most so many ``rows``, each once; ``several_groups``: of one to all rope groups, else of one."""
+    groups = (128, 64, 32, 16, 8, 4, 2, 1) if several_groups else (1,)
+    sizes = shape.heads, shape.num_rope_heads, shape.seqlen_q
+    return list(dict.fromkeys(tile_rows(*sizes, *most, packed=packed) for most in product(rows, groups)))
 
 
 def portable_choices(
@@ -269,8 +274,8 @@ def portable_choices(
         used = swap_ab_shared_memory(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, block, threads)
         yield candidate(
             (2, tiling.num_tiles, -block, tiling.rows),
-            used <= limit and accumulators(latent, tiling.rows, block, threads) <= 144,
-            kernel, tiling, used, f"{block} tokens a step",
+            limit, kernel, tiling, used, f"{block} tokens a step",
+            fits=accumulators(latent, tiling.rows, block, threads) <= 144,
             block_tokens=block, threads=threads, warpgroups=threads // 128,
         )  # fmt: skip
 
@@ -291,9 +296,8 @@ def _latent_portable(
         registers = accumulators(latent, tiling.rows, block, threads) + 2 * block * half // threads
         yield candidate(
             (2, tiling.num_tiles, variant == "streamed", -block, tiling.rows),
-            used <= limit and registers <= 160,
-            kernel, tiling, used, f"{block} tokens a step{', W_KR ' * has_weight}{variant}",
-            block_tokens=block, threads=threads, warpgroups=threads // 128, variant=variant,
+            limit, kernel, tiling, used, f"{block} tokens a step{', W_KR ' * has_weight}{variant}",
+            fits=registers <= 160, block_tokens=block, threads=threads, warpgroups=threads // 128, variant=variant,
         )  # fmt: skip
 
 
@@ -308,12 +312,11 @@ def _swap_ab_ws(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates
         in_flight = min(num_stages * latent + rope_stages * rope.chunk_columns, 2048 // resident)
         yield candidate(
             (0, tiling.num_tiles, tiling.rows, -resident * in_flight, -resident, warpgroups),
-            used <= limit and registers <= 160,
-            "swap_ab_ws", tiling, used,
+            limit, "swap_ab_ws", tiling, used,
             f"{warpgroups} warpgroup(s), {num_stages} latent and {rope_stages} rope stages, rope scores by "
             f"{rope.num_blocks} product(s), {resident} CTA(s) a multiprocessor",
             num_stages=num_stages, rope_stages=rope_stages, threads=128 * (warpgroups + 1), warpgroups=warpgroups,
-            ctas_per_sm=resident,
+            ctas_per_sm=resident, fits=registers <= 160,
         )  # fmt: skip
 
 
@@ -336,8 +339,7 @@ def _swap_ab_cluster(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candi
         behind = variant == "turns" or shape.kv_lora_rank <= WIDE_LATENT
         yield candidate(
             (int(behind), tiling.num_tiles, tiling.rows, 0, -num_stages * cut.unit, -cut.unit, -rope_stages),
-            used <= limit,
-            "swap_ab_cluster", tiling, used,
+            limit, "swap_ab_cluster", tiling, used,
             f"{CLUSTER} x {cut.columns} columns, {warpgroups} warpgroup(s), {num_stages} pieces of {cut.unit} columns"
             f" and {rope_stages} rope stages",
             num_stages=num_stages, rope_stages=rope_stages, threads=128 * (warpgroups + 1), warpgroups=warpgroups,
@@ -361,7 +363,7 @@ def _heads_on_m(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates
     for num_stages in (3, 2):
         used = 2 * ((tiling.rows + num_stages * 64) * width + tiling.rows * 64) + 12 * tiling.rows + 1024
         yield candidate(
-            (int(padded), tiling.num_tiles, 0, -num_stages), used <= limit, "heads_on_m", tiling, used,
+            (int(padded), tiling.num_tiles, 0, -num_stages), limit, "heads_on_m", tiling, used,
             f"{num_stages} stages", variant="lazy" if tiling.num_tiles > 1 else "plain", num_stages=num_stages,
             rope_stages=num_stages, threads=HEADS_ON_M_THREADS, warpgroups=3,
         )  # fmt: skip
@@ -381,7 +383,7 @@ def _fp8(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
         used = rings + queries + weights_and_exchange + 44 * tiling.rows + 1024
         yield candidate(
             (num_stages == 1, tiling.num_tiles, -num_stages, tiling.rows),  # of one stage, nothing is read ahead
-            used <= limit, "fp8", tiling, used, f"2 x {num_stages} stages", num_stages=num_stages, threads=FP8_THREADS,
+            limit, "fp8", tiling, used, f"2 x {num_stages} stages", num_stages=num_stages, threads=FP8_THREADS,
             warpgroups=2,
         )  # fmt: skip
 
@@ -452,8 +454,7 @@ def _latent_ws(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
         in_flight = min(num_stages * latent, 2048 // resident)
         yield candidate(
             (0, tiling.num_tiles, tiling.rows, -resident * in_flight, -resident, warpgroups, rope_stages),
-            registers is not None and resident * (used + 1024) <= limit + 1024,
-            "latent_ws", tiling, used,
+            limit, "latent_ws", tiling, used,
             f"{warpgroups} warpgroup(s) compute, {makers} make keys, {num_stages} latent and {rope_stages} rope stages,"
             f" {resident} CTA(s) a multiprocessor",
             num_stages=num_stages, rope_stages=rope_stages, threads=128 * (warpgroups + makers + 1),
@@ -477,8 +478,7 @@ def _latent_fp8(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates
         in_flight = min(code_stages, 8, 4 * pieces)
         yield candidate(
             (tiling.num_tiles, tiling.rows, -in_flight, warpgroups, -num_stages, code_stages),
-            used <= limit and registers is not None,
-            "latent_fp8", tiling, used,
+            limit, "latent_fp8", tiling, used,
             f"{warpgroups} warpgroup(s) compute, {makers} make keys, {num_stages} latent and {rope_stages} rope stages,"
             f" {code_stages} pieces of {CODE_PANEL} codes",
             num_stages=num_stages, rope_stages=rope_stages, threads=128 * (warpgroups + makers + 2),
@@ -499,8 +499,7 @@ def _latent_cluster(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candid
         used = cluster_shared_memory(tiling, cut, num_stages, rope_stages, (makers * KEY_TILE, KEY_TILE))
         yield candidate(
             (1, tiling.num_tiles, tiling.rows, -num_stages, -rope_stages),
-            used <= limit and registers is not None,
-            "latent_cluster", tiling, used,
+            limit, "latent_cluster", tiling, used,
             f"{CLUSTER} x {cut.columns} columns, {warpgroups} warpgroup(s) compute, {makers} make keys, {num_stages}"
             f" pieces of {cut.unit} columns and {rope_stages} rope stages",
             num_stages=num_stages, rope_stages=rope_stages, threads=128 * (warpgroups + makers + 1),
@@ -527,12 +526,12 @@ def _int8_keys(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
         in_flight = min(num_stages * latent, 2048 // resident)
         yield candidate(
             (0, tiling.num_tiles, 0, tiling.rows, -resident * in_flight, -resident, warpgroups, -turns, -code_stages),
-            registers is not None and resident * (used + 1024) <= limit + 1024 and shape.kv_lora_rank <= WIDE_LATENT,
-            "int8_keys_ws", tiling, used,
+            limit, "int8_keys_ws", tiling, used,
             f"{warpgroups} warpgroup(s) compute, {makers} make keys, {num_stages} latent and {turns * makers} rope"
             f" stages, {code_stages} tiles of codes, {resident} CTA(s) a multiprocessor",
             num_stages=num_stages, rope_stages=turns * makers, threads=128 * (warpgroups + makers + 1),
             warpgroups=warpgroups, ctas_per_sm=resident, registers=registers, code_stages=code_stages,
+            fits=shape.kv_lora_rank <= WIDE_LATENT,
         )  # fmt: skip
     cut, warpgroups = halve(tiling, shape.kv_lora_rank, 8), several[-1]
     for halves, rope_stages, code_stages in product((6, 5, 4, 3), (3, 2), (4, 3, 2)):
@@ -543,8 +542,7 @@ def _int8_keys(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
         registers = _key_code_registers(cut.columns, KEY_TILE, tiling, warpgroups, 1, held)
         yield candidate(
             (0, tiling.num_tiles, 1, tiling.rows, -num_stages, -rope_stages, -code_stages),
-            used <= limit and registers is not None,
-            "int8_keys_cluster", tiling, used,
+            limit, "int8_keys_cluster", tiling, used,
             f"{CLUSTER} x {cut.columns} columns, {warpgroups} warpgroup(s) compute, 1 makes keys, {num_stages} pieces"
             f" of {cut.unit} columns, {rope_stages} rope stages, {code_stages} tiles of codes",
             num_stages=num_stages, rope_stages=rope_stages, threads=128 * (warpgroups + 2), warpgroups=warpgroups,
@@ -561,20 +559,14 @@ def _candidates(
         raise ValueError(
             f"the GPU has compute capability {capability / 10}; kernels over e4m3 latents need {HOPPER / 10} (Hopper)"
         )
-    tilings = dict.fromkeys(
-        tile_rows(shape.heads, shape.num_rope_heads, shape.seqlen_q, max_rows, max_groups, packed=packed)
-        for max_rows in ((32, 16) if packed else (64, 32, 16))
-        for max_groups in ((1,) if key_codes or not has_rope_cache else (128, 64, 32, 16, 8, 4, 2, 1))
-    )
+    tiles = tilings(shape, (32, 16) if packed else (64, 32, 16), has_rope_cache and not key_codes, packed)
     # Two CTAs share columns of a latent alone only where one takes them with no tiling: halves of a key are rounded
     # each.
     fits_one = hopper and shape.kv_lora_rank <= WIDE_LATENT
-    alone = [
-        entry for tiling in tilings if fits_one and not has_rope_cache for entry in _latent_ws(shape, tiling, limit)
-    ]
+    alone = [entry for tiling in tiles if fits_one and not has_rope_cache for entry in _latent_ws(shape, tiling, limit)]
     if not has_rope_cache and not codes:
         yield from alone
-    for tiling in tilings:
+    for tiling in tiles:
         if codes:
             yield from (_fp8 if has_rope_cache else _latent_fp8)(shape, tiling, limit)
         elif key_codes:
@@ -594,12 +586,7 @@ def _candidates(
 
 
 def list_kernels(
-    shape: DecodeShape,
-    capability: int,
-    *,
-    has_rope_cache: bool = True,
-    codes: bool = False,
-    key_codes: bool = False,
+    shape: DecodeShape, capability: int, *, has_rope_cache: bool = True, codes: bool = False, key_codes: bool = False
 ) -> list[KernelChoice]:
     """Every configuration that fits the device, the one that the rule would choose first; arguments as of
     :func:`refusal`.
@@ -613,13 +600,6 @@ def list_kernels(
 
 
 @lru_cache(maxsize=4096)
-def select_kernel(
-    shape: DecodeShape,
-    capability: int,
-    *,
-    has_rope_cache: bool = True,
-    codes: bool = False,
-    key_codes: bool = False,
-) -> KernelChoice:
+def select_kernel(shape: DecodeShape, capability: int, **how: bool) -> KernelChoice:
     """The kernel and tiles for ``shape``; arguments and errors as :func:`list_kernels`."""
-    return list_kernels(shape, capability, has_rope_cache=has_rope_cache, codes=codes, key_codes=key_codes)[0]
+    return list_kernels(shape, capability, **how)[0]
