@@ -58,7 +58,6 @@ def _declare(name: str, latent_dtype: torch.dtype | None, keys: bool | torch.dty
     is_coded, has_rope_cache = latent_dtype == torch.uint8, keys is not False
     how: dict[str, bool] = {"has_rope_cache": has_rope_cache}
     how |= {} if is_coded else {"codes": latent_dtype == CODES, "key_codes": keys is KEY_CODES}
-    reference = {True: "mla_decode", KEY_CODES: "mla_decode_int8_keys", False: "mla_decode_latent"}[keys]
     chosen = codes_selection if is_coded else selection
     return PagedOp(
         name=name,
@@ -75,7 +74,7 @@ def _declare(name: str, latent_dtype: torch.dtype | None, keys: bool | torch.dty
         select=partial(chosen.select_kernel, **how),
         package="mha2mla.kernels.mla_decode",
         modules=_MODULES,
-        reference=f"mha2mla.kernels.split_kv.reference:{reference}_reference",
+        reference="mha2mla.kernels.split_kv.reference:mla_decode_reference",
         numbers=() if keys is True else ("scaling",),
         guards_indices=latent_dtype == CODES and has_rope_cache,
         opaque_smem_writes=is_coded or keys is not True,

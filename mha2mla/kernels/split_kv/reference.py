@@ -265,13 +265,19 @@ def mla_decode_reference(
     q_latent: Tensor,
     q_pe: Tensor,
     latent_cache: Tensor,
-    rope_cache: Tensor,
     block_table: Tensor,
     cache_seqlens: Tensor,
     *,
     softmax_scale: float,
     latent_scale: Tensor | None = None,
     centers: Tensor | None = None,
+    rope_cache: Tensor | None = None,
+    rope_scale: Tensor | None = None,
+    rope_weight: Tensor | None = None,
+    rope_bias: Tensor | None = None,
+    inv_freq: Tensor | None = None,
+    page_offsets: Tensor | None = None,
+    scaling: float = 1.0,
     **visibility: Any,
 ) -> tuple[Tensor, Tensor]:
     """``softmax(softmax_scale * (q_latent c^T + q_pe k_pe^T)) c`` over each sequence's pages (DeepSeek-V2, 2.1).
@@ -281,74 +287,30 @@ def mla_decode_reference(
     float32 for all others; only ``out`` is rounded to the input's dtype. Values of tokens that no query sees are never
     used, so NaN in unused pages does not matter. Reads no tensor on the host.
 
+    Rotary keys are those of ``rope_cache``. With the fields of :class:`LatentRope` they are not rounded: int8 ones are
+    dequantised by :func:`kept_keys`; without a ``rope_cache`` :func:`rotary_keys` makes them of the latents.
+
     Returns:
         ``out [B, S_q, H, d_c]`` in the dtype of ``q_latent`` and ``lse [B, H, S_q]`` (natural log) in the dtype of the
         arithmetic. A query that sees no token gives zeros and ``-inf``.
     """
-    tokens = find_tokens(q_latent, rope_cache, block_table, cache_seqlens, **visibility)
-    latent = tokens.read(_dequantised(q_latent, latent_cache, latent_scale, centers))[:, :, None]
-    return attend((q_latent, q_pe), (latent, tokens.read(rope_cache)), latent, tokens, softmax_scale)
-
-
-def mla_decode_latent_reference(
-    q_latent: Tensor,
-    q_pe: Tensor,
-    latent_cache: Tensor,
-    rope_weight: Tensor,
-    rope_bias: Tensor,
-    inv_freq: Tensor,
-    page_offsets: Tensor | None,
-    scaling: float,
-    block_table: Tensor,
-    cache_seqlens: Tensor,
-    *,
-    softmax_scale: float,
-    latent_scale: Tensor | None = None,
-    centers: Tensor | None = None,
-    **visibility: Any,
-) -> tuple[Tensor, Tensor]:
-    """:func:`mla_decode_reference` with one rope head whose keys :func:`rotary_keys` makes of the latents read.
-
-    The keys are not rounded. Arguments as the fields of :class:`LatentRope`, the others as there, and what it returns.
-    """
     tokens = find_tokens(q_latent, latent_cache, block_table, cache_seqlens, **visibility)
     latent = tokens.read(_dequantised(q_latent, latent_cache, latent_scale, centers))
-    positions = _positions(tokens, latent_cache, page_offsets)
-    k_pe = rotary_keys(latent, LatentRope(rope_weight, rope_bias, inv_freq, scaling), positions)[:, :, None]
+    if inv_freq is None:
+        k_pe = tokens.read(rope_cache)
+    else:
+        token = torch.arange(tokens.page.shape[1], device=tokens.page.device)
+        positions = token.expand(tokens.page.shape)
+        if page_offsets is not None:
+            positions = positions + page_offsets.long()[:, token // latent_cache.shape[1]]
+        if rope_cache is None:
+            k_pe = rotary_keys(latent, LatentRope(rope_weight, rope_bias, inv_freq, scaling), positions)[:, :, None]
+        else:
+            rope = LatentRope(rope_bias.new_empty(rope_bias.shape[0], 0), rope_bias, inv_freq, scaling)
+            codes, scale = tokens.read(rope_cache)[:, :, 0], tokens.read(rope_scale)
+            k_pe = kept_keys(codes, scale, rope, positions, tokens.dtype)[:, :, None]
     latent = latent[:, :, None]
     return attend((q_latent, q_pe), (latent, k_pe), latent, tokens, softmax_scale)
-
-
-def mla_decode_int8_keys_reference(
-    q_latent: Tensor,
-    q_pe: Tensor,
-    latent_cache: Tensor,
-    rope_cache: Tensor,
-    rope_scale: Tensor,
-    rope_bias: Tensor,
-    inv_freq: Tensor,
-    page_offsets: Tensor | None,
-    scaling: float,
-    block_table: Tensor,
-    cache_seqlens: Tensor,
-    *,
-    softmax_scale: float,
-    **visibility: Any,
-) -> tuple[Tensor, Tensor]:
-    """:func:`mla_decode_reference` of one rope head whose int8 keys :func:`kept_keys` dequantises, not rounded."""
-    tokens = find_tokens(q_latent, latent_cache, block_table, cache_seqlens, **visibility)
-    latent, codes = tokens.read(latent_cache)[:, :, None], tokens.read(rope_cache.to(tokens.dtype))[:, :, 0]
-    positions = _positions(tokens, latent_cache, page_offsets)
-    rope = LatentRope(rope_bias.new_empty(rope_bias.shape[0], 0), rope_bias, inv_freq, scaling)
-    k_pe = kept_keys(codes, tokens.read(rope_scale), rope, positions, tokens.dtype)[:, :, None]
-    return attend((q_latent, q_pe), (latent, k_pe), latent, tokens, softmax_scale)
-
-
-def _positions(tokens: Tokens, cache: Tensor, page_offsets: Tensor | None) -> Tensor:
-    """[B, T], for the rotary keys of the tokens."""
-    token = torch.arange(tokens.page.shape[1], device=tokens.page.device)
-    positions = token.expand(tokens.page.shape)
-    return positions if page_offsets is None else positions + page_offsets.long()[:, token // cache.shape[1]]
 
 
 def _dequantised(q_latent: Tensor, latent_cache: Tensor, latent_scale: Tensor | None, centers: Tensor | None) -> Tensor:
