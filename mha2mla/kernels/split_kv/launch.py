@@ -68,7 +68,7 @@ class Launch:
         shape: of the output.
         absent: which arguments were left out; kernels get the block table there.
         numbers: softmax_scale, causal, window, sinks, the op's own, and of each optional argument whether there is one.
-        schedule, splits, partial_out, partial_lse: the plan's.
+        buffers: schedule, splits, partial_out and partial_lse of the plan.
         lse: what is written for callers that do not ask for it.
         like_query: an output may be made as the query is.
         is_kept: the plan's tensors and ``lse`` are TVM's, which need not be converted by each call.
@@ -81,10 +81,7 @@ class Launch:
     shape: torch.Size
     absent: tuple[int, ...]
     numbers: tuple[float, ...]
-    schedule: Any
-    splits: Any
-    partial_out: Any
-    partial_lse: Any
+    buffers: tuple[Any, ...]
     lse: Any
     like_query: bool
     is_kept: bool = False
@@ -93,8 +90,8 @@ class Launch:
     def kept(self) -> Launch:
         """For more calls like the one that it was made for."""
         # By a capsule, not by the tensor's ``__dlpack__``: that lets the default stream wait for the current one.
-        names = ("schedule", "splits", "partial_out", "partial_lse", "lse")
-        return replace(self, **{name: from_dlpack(to_dlpack(getattr(self, name))) for name in names}, is_kept=True)
+        *buffers, lse = [from_dlpack(to_dlpack(tensor)) for tensor in (*self.buffers, self.lse)]
+        return replace(self, buffers=tuple(buffers), lse=lse, is_kept=True)
 
     def __call__(
         self,
@@ -129,17 +126,18 @@ class Launch:
             data[index] = self.rows.of(data[index], first) if self.is_kept else data[index].flatten(first)
         for index in self.absent:
             data[index] = block_table
+        schedule, splits, *partials = self.buffers
         with on_device(out.device):
-            self.split(*data, block_table, self.schedule, self.partial_out, self.partial_lse, out, lse, *self.numbers)
+            self.split(*data, block_table, schedule, *partials, out, lse, *self.numbers)
             if through is None:
-                self.combine(self.splits, self.partial_out, self.partial_lse, out, lse)
+                self.combine(splits, *partials, out, lse)
             else:
                 up, values = through
                 maps, outputs, width = up.shape
                 combine = compile_combine_w_uv(
                     90, heads=out.shape[2], maps=maps, width=width, outputs=outputs, dtype=dtype_name(out.dtype)
                 )
-                combine(self.splits, self.partial_out, self.partial_lse, out, up, values)
+                combine(splits, *partials, out, up, values)
         return out, lse
 
 
@@ -159,7 +157,7 @@ def launch(
 
     Args:
         settings: softmax_scale, causal, window (-1: none), sinks, and the op's own numbers.
-        buffers: schedule, splits, partial_out and partial_lse of a plan.
+        buffers: as :class:`Launch` has them.
         through: as :class:`Launch` takes it; there are pages then.
     """
     batch, seqlen_q, _, width = out.shape
@@ -178,7 +176,7 @@ def launch(
             out.shape,
             tuple(index for index in op.optional if data[index] is None),
             (softmax_scale, int(causal), NO_WINDOW if window < 0 else window, *others, *given),
-            *buffers,
+            tuple(buffers),
             lse,
             like_query=data[0].shape == out.shape and data[0].is_contiguous(),
         )

@@ -140,11 +140,8 @@ class DecodePlan:
                     f"[{self.shape[0]}] on {self.splits.device}"
                 )
         plan = _plan if in_plain_eager_mode(cache_seqlens) else torch.ops.mha2mla.split_kv_plan
-        plan(
-            cache_seqlens, cache_starts, self.capacity, self.shape[1], self.causal,
-            -1 if self.window is None else self.window, self.sinks, self.schedule, self.splits,
-            self.num_splits,
-        )  # fmt: skip
+        call = (*self.buffers[:4], self.num_splits)
+        plan(cache_seqlens, cache_starts, self.capacity, self.shape[1], self.causal, *call)
 
 
 def spans_of(cache_seqlens: Tensor, cache_starts: Tensor | None, capacity: int) -> Tensor:
