@@ -183,30 +183,49 @@ def multiply_rope(k, c, slot):
 
 
 @T.macro
+def multiply_steps(k, c, slot, transposed):
+    """All products of a tile's codes, two a step: of 32 columns for the scores, of 64 columns by 32 tokens for the
+    output, whose codes are ``transposed``."""
+    for i in list(range(AHEAD)):
+        fetch(transposed, c, slot, i)
+    for i in T.unroll(k.tiles * 2):
+        if i >= BUFFERS:
+            T.warpgroup_wait(BUFFERS - 1)
+        if i + AHEAD < k.tiles * 2:
+            fetch(transposed, c, slot, i + AHEAD)
+        b = i % BUFFERS * 8
+        h = i % (AHEAD + 1) * 4
+        for v in list(range(4)):
+            if transposed:  # from two tokens, two columns each, to two columns, two tokens each
+                c.word[h + v] = T.call_extern("uint32", "__byte_perm", c.word[h + v], T.uint32(0), T.uint32(0x3120))
+                c.a[b + 2 * v] = f16x2("e4m3_low_as_f16x2", c.word[h + v])
+                c.a[b + 2 * v + 1] = f16x2("e4m3_high_as_f16x2", c.word[h + v])
+            else:
+                c.a[b + v // 2 * 4 + v % 2] = f16x2("e4m3_low_as_f16x2", c.word[h + v])
+                c.a[b + v // 2 * 4 + v % 2 + 2] = f16x2("e4m3_high_as_f16x2", c.word[h + v])
+        T.warpgroup_fence_operand(c.a, offset=b, num_regs=8)
+        T.warpgroup_arrive()
+        for v in list(range(2)):
+            if transposed:
+                multiply(
+                    k, c.a, b + 4 * v, c.desc_p, (c.w * k.rows * PANEL + (i % 2 * 2 + v) * 32) >> 4,
+                    c.o, i // 2 * k.held, True,
+                )  # fmt: skip
+            else:
+                multiply(
+                    k, c.a, b + 4 * v, c.desc_q, (i // 2 * k.rows * PANEL + (i % 2 * 2 + v) * 32) >> 4,
+                    c.s, 0, i + v > 0,
+                )  # fmt: skip
+        T.warpgroup_commit_batch()
+    T.warpgroup_wait(0)
+
+
+@T.macro
 def multiply_scores(k, c, slot):
     """Both kinds of scores, in ``s`` and ``turned``."""
     multiply_rope(k, c, slot)
     T.warpgroup_fence_operand(c.s, num_regs=k.held)
-    for i in list(range(AHEAD)):
-        fetch(False, c, slot, i)
-    for i in T.unroll(k.tiles * 2):  # 32 columns: two products
-        if i >= BUFFERS:
-            T.warpgroup_wait(BUFFERS - 1)
-        if i + AHEAD < k.tiles * 2:
-            fetch(False, c, slot, i + AHEAD)
-        b = i % BUFFERS * 8
-        h = i % (AHEAD + 1) * 4
-        for v in list(range(4)):
-            c.a[b + v // 2 * 4 + v % 2] = f16x2("e4m3_low_as_f16x2", c.word[h + v])
-            c.a[b + v // 2 * 4 + v % 2 + 2] = f16x2("e4m3_high_as_f16x2", c.word[h + v])
-        T.warpgroup_fence_operand(c.a, offset=b, num_regs=8)
-        T.warpgroup_arrive()
-        for v in list(range(2)):
-            multiply(
-                k, c.a, b + 4 * v, c.desc_q, (i // 2 * k.rows * PANEL + (i % 2 * 2 + v) * 32) >> 4, c.s, 0, i + v > 0
-            )
-        T.warpgroup_commit_batch()
-    T.warpgroup_wait(0)
+    multiply_steps(k, c, slot, False)
     T.warpgroup_fence_operand(c.turned, num_regs=k.held)
     T.warpgroup_fence_operand(c.s, num_regs=k.held)
 
@@ -230,26 +249,5 @@ def store_weights(k, c):
 @T.macro
 def multiply_output(k, c, slot):
     T.warpgroup_fence_operand(c.o, num_regs=k.tiles * k.held)
-    for i in list(range(AHEAD)):
-        fetch(True, c, slot, i)
-    for i in T.unroll(k.tiles * 2):  # 64 columns by 32 tokens: two products
-        if i >= BUFFERS:
-            T.warpgroup_wait(BUFFERS - 1)
-        if i + AHEAD < k.tiles * 2:
-            fetch(True, c, slot, i + AHEAD)
-        b = i % BUFFERS * 8
-        h = i % (AHEAD + 1) * 4
-        for v in list(range(4)):  # from two tokens, two columns each, to two columns, two tokens each
-            c.word[h + v] = T.call_extern("uint32", "__byte_perm", c.word[h + v], T.uint32(0), T.uint32(0x3120))
-            c.a[b + 2 * v] = f16x2("e4m3_low_as_f16x2", c.word[h + v])
-            c.a[b + 2 * v + 1] = f16x2("e4m3_high_as_f16x2", c.word[h + v])
-        T.warpgroup_fence_operand(c.a, offset=b, num_regs=8)
-        T.warpgroup_arrive()
-        for v in list(range(2)):
-            multiply(
-                k, c.a, b + 4 * v, c.desc_p, (c.w * k.rows * PANEL + (i % 2 * 2 + v) * 32) >> 4, c.o, i // 2 * k.held,
-                True,
-            )  # fmt: skip
-        T.warpgroup_commit_batch()
-    T.warpgroup_wait(0)
+    multiply_steps(k, c, slot, True)
     T.warpgroup_fence_operand(c.o, num_regs=k.tiles * k.held)

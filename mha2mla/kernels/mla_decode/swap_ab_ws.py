@@ -67,10 +67,6 @@ class Static(MLAStatic):
         of_block = [u * self.rope.chunk_columns for u in range(self.rope.chunks_per_block)]
         return [column + q * self.rope.block_columns + left for q in range(self.rope.num_blocks) for left in of_block]
 
-    def first_chunk(self, w: int) -> int:
-        """Its number among a tile's."""
-        return min(self.blocks_of(w), default=0) * self.rope.chunks_per_block
-
     def allocate_tiles(self) -> dict:
         """Shared memory of a CTA."""
         stages, rope_stages, warpgroups = self.choice.num_stages, self.choice.rope_stages, self.choice.warpgroups
@@ -123,7 +119,7 @@ def multiply_rope(k, w, n, memory, s, parts):
     """Rope scores of tile ``n``: products into ``s``, or of each block into one of ``parts``."""
     chunks, columns = k.rope.chunks_per_block, k.rope.chunk_columns
     part, stages = k.rope.block_rows, k.choice.rope_stages
-    first, own = k.first_chunk(w), len(k.blocks_of(w)) * chunks
+    first, own = min(k.blocks_of(w), default=0) * chunks, len(k.blocks_of(w)) * chunks  # chunk numbers in the tile
     for v in list(range(own)):
         u = n * k.chunks + first + v
         left = v % chunks * columns

@@ -24,14 +24,9 @@ def multiply_step(m, s, dtype):
     """Two m16n8k16 products of 16 columns each, into ``m.sums``: a thread's 8 numbers of two rows, step ``s`` of
     ``m.first`` and ``m.other``, by ``m.right``."""
     for half in list(range(2)):
-        for v in T.vectorized(2):
-            m.left[v] = m.first[s * 8 + half * 4 + v]
-        for v in T.vectorized(2):
-            m.left[2 + v] = m.other[s * 8 + half * 4 + v]
-        for v in T.vectorized(2):
-            m.left[4 + v] = m.first[s * 8 + half * 4 + 2 + v]
-        for v in T.vectorized(2):
-            m.left[6 + v] = m.other[s * 8 + half * 4 + 2 + v]
+        for u in list(range(4)):
+            for v in T.vectorized(2):
+                m.left[u * 2 + v] = [m.first, m.other][u % 2][s * 8 + half * 4 + u // 2 * 2 + v]
         T.ptx_mma(
             "float32", "m16n8k16", "row", "col", _PREFIX[dtype], _PREFIX[dtype], "fp32",
             m.left.data, 0, m.right.data, half * 4, m.sums.data, 0, T.bool(False),
@@ -268,10 +263,11 @@ def make_w_uv(*, columns: int, outputs: int, dtype: str, groups: int, dependent:
     @T.macro
     def fetch(weight, m, slot, step, n0):
         """A step's weights: 8 numbers of each of the thread's two rows."""
-        for v in T.vectorized(8):
-            m.first[slot * 8 + v] = weight[n0 + thread() % 32 // 4, step * STEP + thread() % 4 * 8 + v]
-        for v in T.vectorized(8):
-            m.other[slot * 8 + v] = weight[n0 + thread() % 32 // 4 + TILE // 2, step * STEP + thread() % 4 * 8 + v]
+        for u in list(range(2)):
+            for v in T.vectorized(8):
+                [m.first, m.other][u][slot * 8 + v] = weight[
+                    n0 + thread() % 32 // 4 + u * (TILE // 2), step * STEP + thread() % 4 * 8 + v
+                ]
 
     @T.macro
     def multiply(x, m, slot, step, x0):

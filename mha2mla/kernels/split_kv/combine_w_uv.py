@@ -68,18 +68,13 @@ def make_combine_w_uv(*, heads: int, maps: int, width: int, outputs: int, dtype:
     def fetch_map(up, m, h, c0):
         """A warp's 16 rows of the map: a thread's two, 8 numbers a step."""
         for s in T.unroll(steps):
-            for v in T.vectorized(8):
-                m.first[s * 8 + v] = up[
-                    h // (heads // maps),
-                    T.min(warp() * 16 + lane() // 4, outputs - 1),
-                    T.min(c0 + s * _STEP, width - _STEP) + lane() % 4 * 8 + v,
-                ]
-            for v in T.vectorized(8):
-                m.other[s * 8 + v] = up[
-                    h // (heads // maps),
-                    T.min(warp() * 16 + 8 + lane() // 4, outputs - 1),
-                    T.min(c0 + s * _STEP, width - _STEP) + lane() % 4 * 8 + v,
-                ]
+            for u in list(range(2)):
+                for v in T.vectorized(8):
+                    [m.first, m.other][u][s * 8 + v] = up[
+                        h // (heads // maps),
+                        T.min(warp() * 16 + u * 8 + lane() // 4, outputs - 1),
+                        T.min(c0 + s * _STEP, width - _STEP) + lane() % 4 * 8 + v,
+                    ]
 
     @T.macro
     def find_row(splits, m, rows):
