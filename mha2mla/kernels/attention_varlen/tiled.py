@@ -9,6 +9,7 @@ from typing import Any
 import tilelang.language as T
 
 from mha2mla.kernels.machine import BY_ROW, GPU, Buffers, Machine, make_function
+from mha2mla.kernels.split_kv.choice import SHARED_MEMORY
 from mha2mla.kernels.split_kv.device import LN2, LOG2E
 
 
@@ -39,11 +40,11 @@ class VarlenShape:
     parts = property(lambda self: range(len(self.widths)))
 
 
-def portable_tiling(shape: VarlenShape, limit: int = 101376) -> tuple[int, int]:
-    """Query rows and keys of a tile; ``limit``: the least shared memory of a GPU from sm_80 on."""
+def portable_tiling(shape: VarlenShape) -> tuple[int, int]:
+    """Query rows and keys of a tile, for the least shared memory of a GPU from sm_80 on."""
     qk = sum(-(-width // 16) * 16 for width in shape.widths)
     for keys in (64, 32, 16):
-        if 2 * (64 * qk + keys * (qk + -(-shape.v_head_dim // 16) * 16)) <= limit:
+        if 2 * (64 * qk + keys * (qk + -(-shape.v_head_dim // 16) * 16)) <= min(SHARED_MEMORY.values()):
             break
     return 64, keys
 

@@ -26,6 +26,7 @@ from mha2mla.kernels.machine import (
     make_function,
 )
 from mha2mla.kernels.ops import capability, dtype_name, on_device
+from mha2mla.kernels.split_kv.choice import HOPPER, SHARED_MEMORY
 from mha2mla.kernels.split_kv.device import LOG2E
 from mha2mla.kernels.split_kv.plan import LONGEST
 
@@ -81,8 +82,8 @@ def accumulators(shape: tiled.VarlenShape, tiling: VarlenTiling) -> int:
     return tiling.block_keys // 2 + tiling.block_keys // 4 + padded(shape.v_head_dim) // 2
 
 
-def hopper_tiling(shape: tiled.VarlenShape, limit: int = 232448) -> VarlenTiling:
-    """Tiles for sm_90: the most query rows, then the most keys, that registers and ``limit`` of shared memory hold.
+def hopper_tiling(shape: tiled.VarlenShape) -> VarlenTiling:
+    """Tiles for sm_90: the most query rows, then the most keys, that registers and shared memory hold.
 
     Three warpgroups where the tile keeps 128 keys: at narrow heads the exponentials bound the speed, and more threads
     have more of them in flight (64/64 on an H200: 463 TFLOP/s against 418 with two). Without a mask the longest tile,
@@ -91,11 +92,11 @@ def hopper_tiling(shape: tiled.VarlenShape, limit: int = 232448) -> VarlenTiling
     """
     candidates = [VarlenTiling(3, 128)] if sum(map(padded, shape.widths)) <= 128 else []
     candidates += [VarlenTiling(2, keys) for keys in range(128 if shape.causal else 176, 16, -16)]
-    for tiling in candidates:
-        most = ACCUMULATORS[tiling.warpgroups, shape.causal]
-        if accumulators(shape, tiling) <= most and shared_bytes(shape, tiling) <= limit:
-            return tiling
-    raise ValueError(f"no tiling of {shape} fits {limit} bytes of shared memory")
+    return next(
+        tiling for tiling in candidates
+        if accumulators(shape, tiling) <= ACCUMULATORS[tiling.warpgroups, shape.causal]
+        and shared_bytes(shape, tiling) <= SHARED_MEMORY[HOPPER]
+    )  # fmt: skip
 
 
 def allocate(k: SimpleNamespace) -> Buffers:

@@ -5,15 +5,14 @@ import math
 import tilelang.language as T
 from torch import Tensor
 
-from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, Buffers, Machine, compiler
+from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, WARPGROUP, Buffers, Machine, compiler
 from mha2mla.kernels.ops import capability, dtype_name, on_device, vector_of, with_dense_rows
 from mha2mla.kernels.skinny_linear.selection import ROW_BUCKETS
 
 
 def make_rms_norm(
-    *, width: int, dtype: str, residual: bool, vector: int = 1, threads: int = 256, dependent: bool = False,
-    on_cpu: bool = False,
-):  # fmt: skip
+    *, width: int, dtype: str, residual: bool, vector: int = 1, dependent: bool = False, on_cpu: bool = False
+):
     """A TileLang function ``rms_norm``, a block a row; the number of rows is a run-time value.
 
     Args:
@@ -21,7 +20,6 @@ def make_rms_norm(
         dtype: of all tensors.
         residual: ``base`` is added before, and the sum written; else both are any [rows, width] tensors.
         vector: elements that a thread moves at a time; divides width, and pointers are aligned to so many.
-        threads: of a block, a multiple of 32.
         dependent: launch it as a programmatic dependent of the kernel before, for whose end its row waits and not its
             weight, which no kernel writes; its own dependents begin once it has its row, before which what they ask for
             would come (sm_90 and newer).
@@ -31,8 +29,8 @@ def make_rms_norm(
     """
     accum = T.float32
     machine = Machine(on_cpu)
-    lanes = 1 if on_cpu else threads
-    warps = 1 if on_cpu else threads // 32
+    lanes = 1 if on_cpu else 256
+    warps = -(-lanes // 32)
     vectors = width // vector
     rounds = -(-vectors // lanes)
     rows = T.dynamic("rows")
@@ -104,18 +102,18 @@ def make_rms_norm(
     return rms_norm
 
 
-def make_silu_mul(*, width: int, dtype: str, vector: int = 1, threads: int = 128, on_cpu: bool = False):
+def make_silu_mul(*, width: int, dtype: str, vector: int = 1, on_cpu: bool = False):
     """A TileLang function ``silu_mul``; the number of rows is a run-time value.
 
     Args:
         width: elements of a row.
-        dtype, vector, threads, on_cpu: as of :func:`make_rms_norm`.
+        dtype, vector, on_cpu: as of :func:`make_rms_norm`.
 
     The function's arguments: gate and up [rows, width] (run-time strides), out [rows, width] (contiguous).
     """
     accum = T.float32
     machine = Machine(on_cpu)
-    lanes = 1 if on_cpu else threads
+    lanes = 1 if on_cpu else WARPGROUP
     vectors = width // vector
     blocks = -(-vectors // lanes)
     rows = T.dynamic("rows")

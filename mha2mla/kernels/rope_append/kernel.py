@@ -263,19 +263,16 @@ def stride(i, *tensors):
     return [stride for tensor in tensors for stride in list(tensor.strides)[:-1]][i]
 
 
-def make_rope_append(
-    shape: AppendShape, *, block_tokens: int = 4, threads: int = BLOCK_THREADS, dependent: bool = False,
-    on_cpu: bool = False,
-):  # fmt: skip
+def make_rope_append(shape: AppendShape, *, block_tokens: int = 4, dependent: bool = False, on_cpu: bool = False):
     """A TileLang function ``rope_append``; tokens and pages are run-time values.
 
     Args:
         shape: of the call; :func:`append_arguments` has the function's arguments.
-        block_tokens, threads: of a block.
+        block_tokens: of a block.
         dependent: launch it as a programmatic dependent of the kernel before (sm_90 and newer).
         on_cpu: compile for TileLang's C target.
     """
-    threads = 1 if on_cpu else threads
+    threads = 1 if on_cpu else BLOCK_THREADS
     parts, arguments = append_parts(shape, block_tokens, threads, on_cpu), append_arguments(shape, Machine(on_cpu))
     tokens, pages = arguments["rows"].shape[0], arguments["row_cache"].shape[0]
 
@@ -346,9 +343,8 @@ def make_append_w_uk(shape: AppendShape, *, kv_heads: int, inner: int):
 
 
 def make_quantize_rows(
-    *, row_width: int, page_size: int, dtype: str, code_dtype: str = "float8_e4m3fn", block_tokens: int = 8,
-    on_cpu: bool = False,
-):  # fmt: skip
+    *, row_width: int, page_size: int, dtype: str, code_dtype: str = "float8_e4m3fn", on_cpu: bool = False
+):
     """A TileLang function ``quantize_rows``; tokens and pages are run-time values.
 
     Args:
@@ -356,7 +352,6 @@ def make_quantize_rows(
         page_size: tokens per page.
         dtype: of the rows.
         code_dtype: of the cache; "float32" shows the quotients before they are rounded.
-        block_tokens: tokens, and warps, of a block.
         on_cpu: compile for TileLang's C target.
 
     The function's arguments: rows [N,width] (contiguous), slots [N] int32, row_cache [P,page,width] and row_scale
@@ -366,6 +361,7 @@ def make_quantize_rows(
     machine = Machine(on_cpu)
     lanes = 1 if on_cpu else 32
     rounds = -(-row_width // lanes)
+    block_tokens = 8  # and warps of a block
     tokens, pages = T.dynamic("tokens"), T.dynamic("pages")
 
     @T.macro

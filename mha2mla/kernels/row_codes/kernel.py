@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mha2mla.geometry import CODE_BLOCK
-from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, Buffers, compiler
+from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, WARPGROUP, Buffers, compiler
 from mha2mla.kernels.ops import aligned, capability, dtype_name, on_device
 from mha2mla.kernels.row_codes.api import RowQuantizer
 from mha2mla.kernels.row_codes.trellis import CHAIN
@@ -247,7 +247,7 @@ def pages_of(k: CodedRow, pages, page_size: int, page_words: int | None):
 
 def make_read_codes(
     *, width: int, bits: int, page_size: int, dtype: str, center_dtype: str | None,
-    page_words: int | None = None, threads: int = 128, on_cpu: bool = False,
+    page_words: int | None = None, on_cpu: bool = False,
 ):  # fmt: skip
     """A TileLang function ``read_codes``, a block a page of the table.
 
@@ -257,14 +257,13 @@ def make_read_codes(
         page_words: from a page to the next; None: those of its rows.
         dtype: of the dequantised rows.
         center_dtype: of the two centers from whose nearer one rows are coded; None: there are none.
-        threads: of a block.
         on_cpu: compile for TileLang's C target.
 
     The function's arguments: latent_cache [P,page,words] int32, block_table [N] int32, centers [2,width], out
     [N,page,width] (contiguous). Pages that the table lacks are left as they were.
     """
     k = CodedRow(width, bits, on_cpu)
-    threads = 1 if on_cpu else threads
+    threads = 1 if on_cpu else WARPGROUP
     near, pages, entries = center_dtype or dtype, T.dynamic("pages"), T.dynamic("entries")
 
     @T.prim_func
@@ -492,13 +491,13 @@ def make_append_codes(
     return append_codes
 
 
-def make_find_codes(*, bits: int, threads: int = 128, on_cpu: bool = False):
+def make_find_codes(*, bits: int, on_cpu: bool = False):
     """A TileLang function ``find_codes``, a thread a chain, of codes of ``bits`` bits, 1 to 4.
 
     The function's arguments: chains [n,16] float32 in units of levels, codes [n,16] uint8.
     """
     k, count = CodedRow(CODE_BLOCK, bits, on_cpu), T.dynamic("n")
-    threads = 1 if on_cpu else threads
+    threads = 1 if on_cpu else WARPGROUP
 
     def find_path(chains, codes, chain, x):
         @T.macro
