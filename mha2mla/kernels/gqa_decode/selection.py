@@ -7,8 +7,10 @@ from functools import lru_cache
 from itertools import product
 
 from mha2mla.kernels.split_kv.choice import (
+    Candidates,
     KernelChoice,
     RowTiling,
+    candidate,
     first_refusal,
     rank_choices,
     refusals,
@@ -69,41 +71,32 @@ def _registers(tiling: RowTiling, v_head_dim: int, block_tokens: int = 64) -> in
     return accumulators + 3 * tiling.rows // 4 + 72
 
 
-def _streamed(shape: GQAShape, tiling: RowTiling, limit: int):
-    """(rank, choice or None, bytes); few tiles (each reads the cache again), enough bytes in flight, then CTAs."""
+def _streamed(shape: GQAShape, tiling: RowTiling, limit: int) -> Candidates:
+    """Few tiles (each reads the cache again), enough bytes in flight, then CTAs."""
     qk_cols, v_cols = padded_columns(shape.qk_head_dim), padded_columns(shape.v_head_dim)
     for ctas_per_sm, num_stages in product((1, 2, 3, 4), (8, 6, 4, 3, 2)):
         # of 16-bit elements, with 1 KiB for alignment and barriers
         used = 2 * (num_stages * 64 * (qk_cols + v_cols) + tiling.rows * (qk_cols + 64)) + 16 * tiling.rows + 1024
         registers = REGISTERS // (ctas_per_sm * STREAMED_THREADS) // 8 * 8
-        fits = (
-            used <= limit
-            and ctas_per_sm * (used + 1024) <= limit + 1024
-            and _registers(tiling, shape.v_head_dim) <= min(registers, 255)
-        )
         in_flight = ctas_per_sm * num_stages * 128 * (shape.qk_head_dim + shape.v_head_dim)
-        choice = KernelChoice(
-            "streamed", tiling, num_stages=num_stages, threads=STREAMED_THREADS, ctas_per_sm=ctas_per_sm,
-            reason=f"streamed: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {num_stages} stages, "
-            f"{ctas_per_sm} CTA(s) a multiprocessor, {used} bytes of shared memory each",
+        yield candidate(
+            (0, tiling.num_tiles, -min(in_flight, ENOUGH_IN_FLIGHT), -ctas_per_sm, -num_stages),
+            limit, "streamed", tiling, used, f"{num_stages} stages, {ctas_per_sm} CTA(s) a multiprocessor",
+            fits=_registers(tiling, shape.v_head_dim) <= min(registers, 255), num_stages=num_stages,
+            threads=STREAMED_THREADS, ctas_per_sm=ctas_per_sm,
         )  # fmt: skip
-        rank = (0, tiling.num_tiles, -min(in_flight, ENOUGH_IN_FLIGHT), -ctas_per_sm, -num_stages)
-        yield rank, choice if fits else None, used
 
 
-def _portable(shape: GQAShape, tiling: RowTiling, limit: int):
+def _portable(shape: GQAShape, tiling: RowTiling, limit: int) -> Candidates:
     tiling = replace(tiling, rows=max(16, tiling.rows))  # two mma.sync of 8 columns side by side
     qk_cols, v_cols, rows = padded_columns(shape.qk_head_dim), padded_columns(shape.v_head_dim), tiling.rows
     for block in (64, 32):
         weights = block * rows * 2 + (block // 16 + 1) * rows * 4
         used = 2 * (block * (qk_cols + v_cols) + rows * qk_cols) + weights + 2048  # with 2 KiB for alignment
-        fits = used <= limit and _registers(tiling, shape.v_head_dim, block) <= 240
-        choice = KernelChoice(
-            "portable", tiling, block,
-            reason=f"portable: {tiling.num_tiles} tile(s) of {rows} rows, {block} tokens a step, {used} bytes of shared"
-            " memory",
+        yield candidate(
+            (1, tiling.num_tiles, -block, rows), limit, "portable", tiling, used, f"{block} tokens a step",
+            fits=_registers(tiling, shape.v_head_dim, block) <= 240, block_tokens=block,
         )  # fmt: skip
-        yield (1, tiling.num_tiles, -block, rows), choice if fits else None, used
 
 
 def list_kernels(shape: GQAShape, capability: int) -> list[KernelChoice]:

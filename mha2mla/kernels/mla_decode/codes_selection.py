@@ -9,9 +9,7 @@ from itertools import product
 from mha2mla.geometry import CODE_BLOCK, code_bytes
 from mha2mla.kernels.mla_decode import selection
 from mha2mla.kernels.mla_decode.selection import (
-    Candidates,
     DecodeShape,
-    candidate,
     key_blocks,
     padded_latent_columns,
     portable_choices,
@@ -20,8 +18,10 @@ from mha2mla.kernels.mla_decode.selection import (
 )
 from mha2mla.kernels.split_kv.choice import (
     HOPPER,
+    Candidates,
     KernelChoice,
     RowTiling,
+    candidate,
     first_refusal,
     rank_choices,
     shared_memory_limit,

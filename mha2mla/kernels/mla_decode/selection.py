@@ -6,7 +6,6 @@ over 16-bit latents with rotary keys in int8.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -15,8 +14,10 @@ from typing import Any
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels.split_kv.choice import (
     HOPPER,
+    Candidates,
     KernelChoice,
     RowTiling,
+    candidate,
     first_refusal,
     rank_choices,
     refusals,
@@ -50,8 +51,6 @@ STREAMING_REGISTERS = 40
 WIDE_STREAMING_REGISTERS = 56  # where they can be had, for the addresses of pieces of 320 columns and more
 LEAN = 16  # registers fewer of a computing thread, and 8 of a streaming one, to have two CTAs on a multiprocessor
 CONSUMER_OVERHEAD = 60  # of a computing thread, beside its accumulators
-
-Candidates = Iterator[tuple[Any, KernelChoice | None, int]]  # rank, choice where it fits, bytes of shared memory
 
 
 @dataclass(frozen=True)
@@ -237,21 +236,6 @@ def column_of_code(d):
     return d // 16 * 16 + d % 16 // 4 * 2 + d % 4 // 2 * 8 + d % 2
 
 
-def candidate(
-    rank: tuple, limit: int, kernel: str, tiling: RowTiling, used: int, words: str, fits: bool = True, **fields: Any
-) -> tuple[tuple, KernelChoice | None, int]:
-    """One of :data:`Candidates`, whose reason has the numbers.
-
-    It fits where ``fits`` is True, ``registers`` are not None, and a multiprocessor has ``used`` bytes and the driver's
-    1 KiB for each of its CTAs: it has 1 KiB more than one CTA may use, ``limit``."""
-    is_within = fields.get("ctas_per_sm", 1) * (used + 1024) <= limit + 1024
-    if not (fits and is_within) or fields.get("registers", ()) is None:
-        return rank, None, used
-    name = f"{kernel} ({fields['variant']})" if kernel == "heads_on_m" else kernel
-    reason = f"{name}: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {words}, {used} bytes of shared memory a CTA"
-    return rank, KernelChoice(kernel, tiling, reason=reason, **fields), used
-
-
 def accumulators(latent_columns: int, rows: int, block: int, threads: int) -> int:
     """Registers a thread needs for the output, the scores and the denominators."""
     return (latent_columns + 2 * block) * rows // threads
@@ -360,12 +344,13 @@ def _heads_on_m(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates
     latent = padded_latent_columns(shape.kv_lora_rank, HEADS_ON_M_THREADS)
     # The latent is padded to 256 columns; where others pad to fewer, this kernel comes after them.
     padded, width = latent > shape.kv_lora_rank + 63, latent + padded_rope_columns(columns)
+    variant = "lazy" if tiling.num_tiles > 1 else "plain"
     for num_stages in (3, 2):
         used = 2 * ((tiling.rows + num_stages * 64) * width + tiling.rows * 64) + 12 * tiling.rows + 1024
         yield candidate(
             (int(padded), tiling.num_tiles, 0, -num_stages), limit, "heads_on_m", tiling, used,
-            f"{num_stages} stages", variant="lazy" if tiling.num_tiles > 1 else "plain", num_stages=num_stages,
-            rope_stages=num_stages, threads=HEADS_ON_M_THREADS, warpgroups=3,
+            f"{variant}, {num_stages} stages", variant=variant, num_stages=num_stages, rope_stages=num_stages,
+            threads=HEADS_ON_M_THREADS, warpgroups=3,
         )  # fmt: skip
 
 

@@ -212,6 +212,23 @@ class KernelChoice:
         return max(1, min(MAX_SPLITS, num_sms * self.ctas_per_sm // apiece))
 
 
+Candidates = Iterator[tuple[Any, KernelChoice | None, int]]  # rank, choice where it fits, bytes of shared memory
+
+
+def candidate(
+    rank: tuple, limit: int, kernel: str, tiling: RowTiling, used: int, words: str, fits: bool = True, **fields: Any
+) -> tuple[tuple, KernelChoice | None, int]:
+    """One of :data:`Candidates`, whose reason has the numbers.
+
+    It fits where ``fits`` is True, ``registers`` are not None, and a multiprocessor has ``used`` bytes and the driver's
+    1 KiB for each of its CTAs: it has 1 KiB more than one CTA may use, ``limit``."""
+    is_within = fields.get("ctas_per_sm", 1) * (used + 1024) <= limit + 1024
+    if not (fits and is_within) or fields.get("registers", ()) is None:
+        return rank, None, used
+    reason = f"{kernel}: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {words}, {used} bytes of shared memory a CTA"
+    return rank, KernelChoice(kernel, tiling, reason=reason, **fields), used
+
+
 TILE_TOKENS = 64  # of a tile
 FRAGMENT_TILES = 1  # cost of starting and ending a sequence, in tiles
 MAX_BATCH = 4096  # sequences that the planner's shared memory holds
