@@ -8,14 +8,7 @@ from itertools import product
 
 from mha2mla.geometry import CODE_BLOCK, code_bytes
 from mha2mla.kernels.mla_decode import selection
-from mha2mla.kernels.mla_decode.selection import (
-    DecodeShape,
-    key_blocks,
-    padded_latent_columns,
-    portable_choices,
-    rope_blocks,
-    tilings,
-)
+from mha2mla.kernels.mla_decode.selection import DecodeShape
 from mha2mla.kernels.split_kv.choice import (
     HOPPER,
     Candidates,
@@ -94,8 +87,8 @@ def ring_bytes(shape: CodedShape, pieces: int) -> int:
 
 def ws_choices(shape: CodedShape, tiling: RowTiling, limit: int) -> Candidates:
     """Few tiles first, then tiles in flight (to two), then two CTAs or two warpgroups that dequantise."""
-    latent = padded_latent_columns(shape.kv_lora_rank, 128)
-    rope = rope_blocks(tiling, shape.qk_rope_head_dim)
+    latent = selection.padded_latent_columns(shape.kv_lora_rank, 128)
+    rope = selection.rope_blocks(tiling, shape.qk_rope_head_dim)
     if shape.kv_lora_rank > selection.WIDE_LATENT or rope.block_rows < tiling.rows:
         return
     needed = selection.accumulators(latent, tiling.rows, 64, 128) + selection.CONSUMER_OVERHEAD
@@ -141,7 +134,8 @@ def cluster_choices(shape: CodedShape, tiling: RowTiling, limit: int) -> Candida
 def latent_ws_choices(shape: CodedShape, tiling: RowTiling, limit: int) -> Candidates:
     """:func:`ws_choices` with warpgroups that make keys, which leave fewer registers: few tiles first, then tiles
     in flight, then two CTAs or two warpgroups that dequantise, then dequantised tiles."""
-    latent, blocks = padded_latent_columns(shape.kv_lora_rank, 128), key_blocks(tiling, shape.qk_rope_head_dim)
+    latent = selection.padded_latent_columns(shape.kv_lora_rank, 128)
+    blocks = selection.key_blocks(tiling, shape.qk_rope_head_dim)
     makers = blocks.chunks_per_block
     if shape.kv_lora_rank > selection.WIDE_LATENT:
         return
@@ -185,7 +179,7 @@ def latent_cluster_choices(shape: CodedShape, tiling: RowTiling, limit: int) -> 
 def _candidates(shape: CodedShape, capability: int, limit: int, has_rope_cache: bool) -> Candidates:
     if not has_rope_cache and capability != HOPPER:
         raise ValueError(f"the GPU has compute capability {capability / 10}; kernels that make keys of codes need 9.0")
-    for tiling in tilings(shape, (32, 16), has_rope_cache):
+    for tiling in selection.tilings(shape, (32, 16), has_rope_cache):
         if not has_rope_cache:
             yield from latent_ws_choices(shape, tiling, limit)
             yield from latent_cluster_choices(shape, tiling, limit)
@@ -193,7 +187,7 @@ def _candidates(shape: CodedShape, capability: int, limit: int, has_rope_cache: 
         if capability == HOPPER:
             yield from ws_choices(shape, tiling, limit)
             yield from cluster_choices(shape, tiling, limit)
-        yield from portable_choices(shape, tiling, capability, limit, "codes_portable")
+        yield from selection.portable_choices(shape, tiling, capability, limit, "codes_portable")
 
 
 def list_kernels(shape: CodedShape, capability: int, *, has_rope_cache: bool = True) -> list[KernelChoice]:

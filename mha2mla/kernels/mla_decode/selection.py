@@ -251,37 +251,24 @@ def tilings(shape: DecodeShape, rows: tuple[int, ...], several_groups: bool, pac
 def portable_choices(
     shape: DecodeShape, tiling: RowTiling, capability: int, limit: int, kernel: str = "swap_ab"
 ) -> Candidates:
-    """``swap_ab``, and ``codes_portable``, whose tiles threads dequantise from global memory."""
+    """``swap_ab``; ``codes_portable``, whose tiles threads dequantise from global memory; and kernels that make keys,
+    ``latent_portable``, whose W_KR is resident or streamed, and ``int8_keys_portable``, which has no W_KR."""
     threads = 256 if capability == 90 and shape.kv_lora_rank > 128 else 128
     latent = padded_latent_columns(shape.kv_lora_rank, threads)
-    for block in (64,) if capability == 90 else (64, 32):
-        used = swap_ab_shared_memory(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, block, threads)
-        yield candidate(
-            (2, tiling.num_tiles, -block, tiling.rows),
-            limit, kernel, tiling, used, f"{block} tokens a step",
-            fits=accumulators(latent, tiling.rows, block, threads) <= 144,
-            block_tokens=block, threads=threads, warpgroups=threads // 128,
-        )  # fmt: skip
-
-
-def _latent_portable(
-    shape: DecodeShape, tiling: RowTiling, capability: int, limit: int, kernel: str = "latent_portable"
-) -> Candidates:
-    """``latent_portable``, and ``int8_keys_portable``, which has no W_KR."""
-    has_weight = kernel == "latent_portable"
-    threads = 256 if capability == 90 and shape.kv_lora_rank > 128 else 128
-    latent = padded_latent_columns(shape.kv_lora_rank, threads)
-    half = padded_rope_columns(shape.qk_rope_head_dim // 2)
-    for block, (variant, columns) in product(
-        (64,) if capability == 90 else (64, 32), (("resident", latent), ("streamed", 64)) if has_weight else (("", 0),)
-    ):
-        used = swap_ab_shared_memory(tiling, shape.kv_lora_rank, 2 * half, block, threads)
+    rope, half, most_registers = shape.qk_rope_head_dim, 0, 144
+    if kernel in ("latent_portable", "int8_keys_portable"):
+        half = padded_rope_columns(rope // 2)
+        rope, most_registers = 2 * half, 160
+    variants = {"resident": latent, "streamed": 64} if kernel == "latent_portable" else {"": 0}  # columns of W_KR
+    for block, (variant, columns) in product((64,) if capability == 90 else (64, 32), variants.items()):
+        used = swap_ab_shared_memory(tiling, shape.kv_lora_rank, rope, block, threads)
         used += 4 * half * columns + 8 * half * (1 + block // 16 + 16)
         registers = accumulators(latent, tiling.rows, block, threads) + 2 * block * half // threads
         yield candidate(
             (2, tiling.num_tiles, variant == "streamed", -block, tiling.rows),
-            limit, kernel, tiling, used, f"{block} tokens a step{', W_KR ' * has_weight}{variant}",
-            fits=registers <= 160, block_tokens=block, threads=threads, warpgroups=threads // 128, variant=variant,
+            limit, kernel, tiling, used, f"{block} tokens a step{', W_KR ' * bool(variant)}{variant}",
+            fits=registers <= most_registers, block_tokens=block, threads=threads, warpgroups=threads // 128,
+            variant=variant,
         )  # fmt: skip
 
 
@@ -557,11 +544,11 @@ def _candidates(
         elif key_codes:
             if hopper:
                 yield from _int8_keys(shape, tiling, limit)
-            yield from _latent_portable(shape, tiling, capability, limit, "int8_keys_portable")
+            yield from portable_choices(shape, tiling, capability, limit, "int8_keys_portable")
         elif not has_rope_cache:
             if hopper and not any(choice for _, choice, _ in alone):
                 yield from _latent_cluster(shape, tiling, limit)
-            yield from _latent_portable(shape, tiling, capability, limit)
+            yield from portable_choices(shape, tiling, capability, limit, "latent_portable")
         else:
             if hopper:
                 yield from _swap_ab_ws(shape, tiling, limit)
