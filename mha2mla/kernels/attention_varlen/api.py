@@ -193,28 +193,6 @@ def _check_call(
     sinks: int, backend: str | None,
 ) -> bool:  # fmt: skip
     """Checks of all but addresses and the longest query; whether kernels run the call."""
-    widths, strided = _check_layouts(names, layouts)
-    check_scale(softmax_scale)
-    check_window(window, sinks)
-    if window is not None and not causal:
-        raise ValueError(f"causal is {causal} with window={window}; expected True, or no window")
-    check_backend(backend)
-    if backend == "reference":
-        return False
-    v = Layout(*layouts[names.index("v")])
-    why = explain_attention_varlen(widths, v.shape[2], v.dtype, v.device)
-    if backend == "tilelang" and why:
-        raise ValueError(f"backend is 'tilelang', which does not serve this call: {why}")
-    if why is None and strided is not None:
-        raise ValueError(strided)
-    return why is None
-
-
-_check_call_once = lru_cache(maxsize=1024)(_check_call)  # every layer of a step asks
-
-
-def _check_layouts(names: tuple[str, ...], layouts: tuple[tuple, ...]) -> tuple[tuple[int, ...], str | None]:
-    """Widths of the keys, and why kernels refuse the strides, or None."""
     sizes = check_layouts(tuple([_TENSORS[name] for name in names]), layouts)
     named = {name: Layout(*layout) for name, layout in zip(names, layouts, strict=True) if name[0] in "qkv"}
     for name, x in named.items():
@@ -222,19 +200,34 @@ def _check_layouts(names: tuple[str, ...], layouts: tuple[tuple, ...]) -> tuple[
             raise argument_error(f"{name}.shape", tuple(x.shape), "a width of at least 1")
     if sizes["B+1"] < 1:
         raise argument_error("cu_seqlens_q.shape", (sizes["B+1"],), "[B+1]")
-    refusals = [_refused_strides(name, x) for name, x in named.items()]
-    return tuple([x.shape[2] for name, x in named.items() if name[0] == "k"]), next(filter(None, refusals), None)
+    check_scale(softmax_scale)
+    check_window(window, sinks)
+    if window is not None and not causal:
+        raise ValueError(f"causal is {causal} with window={window}; expected True, or no window")
+    check_backend(backend)
+    if backend == "reference":
+        return False
+    v = named["v"]
+    widths = [x.shape[2] for name, x in named.items() if name[0] == "k"]
+    why = explain_attention_varlen(widths, v.shape[2], v.dtype, v.device)
+    if backend == "tilelang" and why:
+        raise ValueError(f"backend is 'tilelang', which does not serve this call: {why}")
+    if why is None:
+        for name, x in named.items():
+            _check_strides(name, x)
+    return why is None
 
 
-def _refused_strides(name: str, x: Layout) -> str | None:
+_check_call_once = lru_cache(maxsize=1024)(_check_call)  # every layer of a step asks
+
+
+def _check_strides(name: str, x: Layout) -> None:
     """TMA's rules; the stride of a dimension of size one does not matter."""
     if x.shape[2] > 1 and x.strides[2] != 1:
-        return f"{name}.stride(2) is {x.strides[2]}; expected 1"
-    for dim in (0, 1):
-        stride = x.strides[dim]
+        raise argument_error(f"{name}.stride(2)", x.strides[2], 1)
+    for dim, stride in enumerate(x.strides[:2]):
         if x.shape[dim] > 1 and (stride <= 0 or stride * x.dtype.itemsize % 16):
-            return f"{name}.stride({dim}) is {stride}; expected a positive multiple of 8 elements (16 bytes)"
-    return None
+            raise argument_error(f"{name}.stride({dim})", stride, "a positive multiple of 8 elements (16 bytes)")
 
 
 def _attention_varlen_out(
