@@ -229,8 +229,7 @@ def runs_compiled(backend: str | None, device: torch.device, *dtypes: torch.dtyp
     Raises:
         ValueError: ``backend`` is unknown, or TileLang is asked for and does not serve ``dtypes`` on ``device``.
     """
-    if backend not in (None, *BACKENDS):
-        check_backend(backend)
+    check_backend(backend)
     served = device.type == "cuda" and torch.float64 not in dtypes
     if backend == "tilelang" and not served:
         raise ValueError(

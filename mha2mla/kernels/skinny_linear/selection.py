@@ -72,8 +72,7 @@ def serves_few_tokens(x: Tensor, weight: Tensor, transposed: bool = False) -> bo
         fits = maps == heads and x.numel() <= HEAD_ROWS * heads * inner and inner <= HEAD_COLUMNS
         fits = fits and inner % COLUMN_STEP == 0 and weight.shape[1] % OUTPUT_STEP == 0
     else:
-        fits = heads % maps == 0 and x.numel() <= W_UK_TOKENS * heads * inner and inner <= W_UK_ROWS
-        fits = fits and weight.shape[2] % WIDTH_STEP == 0
+        fits = heads % maps == 0 and inner <= W_UK_ROWS and weight.shape[2] % WIDTH_STEP == 0
     return fits and weight.is_contiguous() and weight.data_ptr() % ALIGNMENT == 0
 
 
