@@ -341,17 +341,21 @@ def _heads_on_m(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates
         )  # fmt: skip
 
 
+def scale_bytes(page_size: int) -> int:
+    """Bytes of shared memory of a tile's scales: each of its pages has at least ``SCALE_BYTES``."""
+    return max(1, 64 // page_size) * max(SCALE_BYTES, 4 * min(64, page_size))
+
+
 def _fp8(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
     """Fewest tiles of rows first, then most stages; beside its memory the 1 KiB before its tiles that barriers are
     in."""
     tiling = replace(tiling, rows=max(16, tiling.rows))  # weights are stored in pairs of 8 rows
     panels = -(-shape.kv_lora_rank // 128)
     rope_panels = -(-(tiling.groups_per_tile * shape.qk_rope_head_dim) // 64)
-    scales = max(1, 64 // shape.page_size) * max(SCALE_BYTES, min(64, shape.page_size) * 4)
     queries = tiling.rows * 128 * (2 * panels + rope_panels)
     weights_and_exchange = 2 * tiling.rows * 128 + tiling.rows * 512
     for num_stages in (4, 3, 2, 1):
-        rings = 2 * num_stages * ((panels + rope_panels) * PANEL_BYTES + scales)
+        rings = 2 * num_stages * ((panels + rope_panels) * PANEL_BYTES + scale_bytes(shape.page_size))
         used = rings + queries + weights_and_exchange + 44 * tiling.rows + 1024
         yield candidate(
             (num_stages == 1, tiling.num_tiles, -num_stages, tiling.rows),  # of one stage, nothing is read ahead
@@ -437,9 +441,7 @@ def _latent_ws(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
 def _latent_fp8(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
     """Few tiles first, then two tiles and pieces of the next two, then what is in flight."""
     latent, blocks = padded_latent_columns(shape.kv_lora_rank, 128), key_blocks(tiling, shape.qk_rope_head_dim)
-    makers, pieces = blocks.chunks_per_block, -(-latent // CODE_PANEL)
-    pages = max(1, 64 // shape.page_size)
-    given = pages * max(SCALE_BYTES, 256 // pages)  # scales of a piece
+    makers, pieces, given = blocks.chunks_per_block, -(-latent // CODE_PANEL), scale_bytes(shape.page_size)
     rope_stages = 2 * makers
     sizes = product((1, 2) if tiling.rows == 64 else (1,), (3, 2), range(12, 1, -1))
     for warpgroups, num_stages, code_stages in sizes:
@@ -488,7 +490,7 @@ def _key_code_registers(*of_thread: Any) -> tuple[int, int, int] | None:
 def _int8_keys(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
     """Few tiles first, one CTA's before a cluster's up to 512 columns, then bytes in flight. Not measured."""
     latent, blocks = padded_latent_columns(shape.kv_lora_rank, 128), key_blocks(tiling, shape.qk_rope_head_dim)
-    of_piece = 64 * CODE_PANEL + max(1, 64 // shape.page_size) * max(SCALE_BYTES, 4 * min(64, shape.page_size))
+    of_piece = 64 * CODE_PANEL + scale_bytes(shape.page_size)
     makers, several = blocks.chunks_per_block, (1, 2) if tiling.rows == 64 else (1,)
     for warpgroups, resident, num_stages, code_stages, turns in product(several, (2, 1), (4, 3, 2), (4, 3, 2), (2, 1)):
         used = swap_ab_ws_shared_memory(tiling, blocks, shape.kv_lora_rank, num_stages, turns * makers)
