@@ -65,6 +65,12 @@ def make_gradients(name: str, shape: GradientShape, outputs: dict[str, int], bod
     return make_function(name, arguments | {"softmax_scale": T.float32(), "length": T.int32()}, body)
 
 
+def launch_grid(machine: Machine, shape: GradientShape, rows: int, call):
+    """A CTA for each tile of rows, head and window."""
+    windows, threads = T.truncdiv(call.q.shape[0], call.length), 1 if machine.on_cpu else rows // 64 * WARPGROUP
+    return T.Kernel(T.truncdiv(call.length, rows), shape.heads, windows, threads=threads)
+
+
 def walk(machine: Machine, start, stop):
     return T.serial(start, stop) if machine.on_cpu else T.Pipelined(start, stop, num_stages=STAGES)
 
@@ -127,12 +133,7 @@ def make_key_gradients(shape: GradientShape, *, rows: int = ROWS, machine: Machi
 
     @T.macro
     def body(call):
-        with T.Kernel(
-            T.truncdiv(call.length, rows),
-            shape.heads,
-            T.truncdiv(call.q.shape[0], call.length),
-            threads=1 if machine.on_cpu else rows // 64 * WARPGROUP,
-        ) as (x, h, window):
+        with launch_grid(machine, shape, rows, call) as (x, h, window):
             if not machine.on_cpu:  # addresses of wide tiles need more than 24; 384 threads have 168 each together
                 T.annotate_producer_reg_dealloc(40)
                 T.annotate_consumer_reg_alloc(232)
@@ -183,12 +184,7 @@ def make_query_gradients(shape: GradientShape, *, rows: int = ROWS, machine: Mac
 
     @T.macro
     def body(call):
-        with T.Kernel(
-            T.truncdiv(call.length, rows),
-            shape.heads,
-            T.truncdiv(call.q.shape[0], call.length),
-            threads=1 if machine.on_cpu else rows // 64 * WARPGROUP,
-        ) as (x, h, window):
+        with launch_grid(machine, shape, rows, call) as (x, h, window):
             q_tile = machine.alloc_shared([rows, d], shape.dtype)
             d_out_tile = machine.alloc_shared([rows, d_v], shape.dtype)
             k_tile = machine.alloc_shared([block, d], shape.dtype)
