@@ -201,13 +201,8 @@ def make_plan(*, threads: int = 256, on_cpu: bool = False):
                             schedule[cut[6], Column.SEQUENCE] = cut[0] + j
                             schedule[cut[6], Column.FIRST] = cut[4]
                             schedule[cut[6], Column.TILES] = cut[5] - cut[4]
-                            schedule[cut[6], Column.START] = x[0]
-                            schedule[cut[6], Column.STOP] = x[1]
-                            schedule[cut[6], Column.LOW] = x[2]
-                            schedule[cut[6], Column.SINK_STOP] = x[3]
-                            schedule[cut[6], Column.TILE0] = x[4]
-                            schedule[cut[6], Column.SINK_TILES] = x[5]
-                            schedule[cut[6], Column.WINDOW_TILE] = x[6]
+                            for column in list(range(Column.START, Column.WINDOW_TILE + 1)):
+                                schedule[cut[6], column] = x[column - Column.START]
                             run[0] = T.if_then_else(
                                 (cut[4] == 0) & (cut[5] == x[7]),
                                 -1,
