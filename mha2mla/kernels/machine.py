@@ -25,6 +25,7 @@ class Machine:
     alloc_shared = property(lambda m: T.alloc_local if m.on_cpu else T.alloc_shared)
     alloc_fragment = property(lambda m: T.alloc_local if m.on_cpu else T.alloc_fragment)
     parallel = property(lambda m: T.grid if m.on_cpu else T.Parallel)
+    thread = property(lambda m: 0 if m.on_cpu else T.get_thread_binding())
 
     def rounds(self, count: int):
         """Iterations of a short loop, unrolled. On the C target each has its own scope: in one scope its ``max`` reads

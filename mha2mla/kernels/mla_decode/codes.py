@@ -219,8 +219,8 @@ class PortableStatic(swap_ab.Static):
 @T.macro
 def read_tile(work, t0, k, call, x, tile):
     """The tokens from ``t0`` on, dequantised; zeros behind the latent's width."""
-    row, on_cpu = coded_row(k.shape, k.machine.on_cpu), k.machine.on_cpu
-    threads, thread = 1 if on_cpu else k.choice.threads, 0 if on_cpu else T.get_thread_binding()
+    row, thread = coded_row(k.shape, k.machine.on_cpu), k.machine.thread
+    threads = 1 if k.machine.on_cpu else k.choice.threads
     tokens = int(tile.shape[0]) // len(work.pieces)
     first = t0 % work.page_size if len(work.pieces) == 1 else 0
     for u in work.pieces:

@@ -35,9 +35,6 @@ def make_rms_norm(
     rounds = -(-vectors // lanes)
     rows = T.dynamic("rows")
 
-    def thread():
-        return 0 if on_cpu else T.get_thread_binding()
-
     @T.prim_func
     def rms_norm(
         x: T.Tensor([rows, width], dtype),
@@ -57,31 +54,31 @@ def make_rms_norm(
             )
             m.square[0] = 0.0
             for r in T.unroll(rounds):
-                if r * lanes + thread() < vectors:
+                if r * lanes + machine.thread < vectors:
                     for v in T.vectorized(vector):  # from memory, while the row is still made, or comes from the L2
-                        m.scale[r * vector + v] = weight[(r * lanes + thread()) * vector + v]
+                        m.scale[r * vector + v] = weight[(r * lanes + machine.thread) * vector + v]
             if dependent:
                 T.pdl_sync()
             for r in T.unroll(rounds):
-                if r * lanes + thread() < vectors:
+                if r * lanes + machine.thread < vectors:
                     for v in T.vectorized(vector):
-                        m.held[r * vector + v] = x[row, (r * lanes + thread()) * vector + v]
+                        m.held[r * vector + v] = x[row, (r * lanes + machine.thread) * vector + v]
                     if residual:
                         for v in T.vectorized(vector):
-                            m.other[v] = base[row, (r * lanes + thread()) * vector + v]
+                            m.other[v] = base[row, (r * lanes + machine.thread) * vector + v]
                         for v in T.unroll(vector):
                             m.held[r * vector + v] = T.cast(
                                 T.cast(m.held[r * vector + v], accum) + T.cast(m.other[v], accum), dtype
                             )
                         for v in T.vectorized(vector):
-                            total[row, (r * lanes + thread()) * vector + v] = m.held[r * vector + v]
+                            total[row, (r * lanes + machine.thread) * vector + v] = m.held[r * vector + v]
                     for v in T.unroll(vector):
                         m.square[0] += T.cast(m.held[r * vector + v], accum) * T.cast(m.held[r * vector + v], accum)
             if not on_cpu:
                 for v in list(range(5)):
                     m.square[0] += T.shfl_xor(m.square[0], 1 << v)
-                if thread() % 32 == 0:
-                    m.parts[thread() // 32] = m.square[0]
+                if machine.thread % 32 == 0:
+                    m.parts[machine.thread // 32] = m.square[0]
                 T.sync_threads()
                 if dependent:
                     T.pdl_trigger()
@@ -90,14 +87,14 @@ def make_rms_norm(
                     m.square[0] += m.parts[w]
             m.square[1] = 1.0 / T.sqrt(m.square[0] / T.float32(width) + eps)
             for r in T.unroll(rounds):
-                if r * lanes + thread() < vectors:
+                if r * lanes + machine.thread < vectors:
                     for v in T.unroll(vector):
                         m.held[r * vector + v] = T.cast(T.cast(m.held[r * vector + v], accum) * m.square[1], dtype)
                         m.held[r * vector + v] = T.cast(
                             T.cast(m.scale[r * vector + v], accum) * T.cast(m.held[r * vector + v], accum), dtype
                         )
                     for v in T.vectorized(vector):
-                        out[row, (r * lanes + thread()) * vector + v] = m.held[r * vector + v]
+                        out[row, (r * lanes + machine.thread) * vector + v] = m.held[r * vector + v]
 
     return rms_norm
 
@@ -133,7 +130,7 @@ def make_silu_mul(*, width: int, dtype: str, vector: int = 1, on_cpu: bool = Fal
                 right=T.alloc_local([vector], dtype),
                 wide=T.alloc_local([1], accum),
             )
-            at = x % blocks * lanes + (0 if on_cpu else T.get_thread_binding())
+            at = x % blocks * lanes + machine.thread
             if at < vectors:
                 for v in T.vectorized(vector):
                     m.left[v] = gate[x // blocks, at * vector + v]

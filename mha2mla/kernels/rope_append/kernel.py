@@ -92,9 +92,6 @@ def append_parts(s: AppendShape, block_tokens: int, threads: int, on_cpu: bool =
     lanes = 1 if on_cpu else 32
     key_rounds = -(-half_vectors // lanes) if has_codes else 0
 
-    def thread():
-        return 0 if on_cpu else T.get_thread_binding()
-
     def rounds(count):
         return -(-count // threads)
 
@@ -177,7 +174,7 @@ def append_parts(s: AppendShape, block_tokens: int, threads: int, on_cpu: bool =
     @T.macro
     def find_angles(call, m, t0, tokens):
         for r in T.serial(rounds(angles)):
-            e = r * threads + thread()
+            e = r * threads + machine.thread
             if e < angles:
                 i, g, p = e // (num_tables * half), e // half % num_tables, e % half
                 m.pair[0] = T.cast(call.positions[T.min(t0 + i, tokens - 1)], accum) * call.inv_freq[g, p]
@@ -187,7 +184,7 @@ def append_parts(s: AppendShape, block_tokens: int, threads: int, on_cpu: bool =
     @T.macro
     def find_slots(slots, m, t0, tokens, pages):
         for r in T.serial(rounds(block_tokens)):
-            i = r * threads + thread()
+            i = r * threads + machine.thread
             if i < block_tokens:
                 # -1: nothing to write, also where a slot lies outside the cache
                 m.slot[i] = T.if_then_else(
@@ -199,18 +196,18 @@ def append_parts(s: AppendShape, block_tokens: int, threads: int, on_cpu: bool =
     @T.macro
     def write(call, m, t0, tokens):
         for r in T.serial(rounds(numbers)):
-            e = r * threads + thread()
+            e = r * threads + machine.thread
             if (e < numbers) & (m.slot[T.min(e // row_vectors, block_tokens - 1)] >= 0):
                 i, c = e // row_vectors, e % row_vectors * row_vector
                 for v in T.vectorized(row_vector):
                     call.row_cache[m.slot[i] // page_size, m.slot[i] % page_size, c + v] = call.rows[t0 + i, c + v]
         if has_codes:
             for r in T.serial(rounds(block_tokens * lanes)):
-                i = (r * threads + thread()) // lanes
+                i = (r * threads + machine.thread) // lanes
                 if (i < block_tokens) & (m.slot[T.min(i, block_tokens - 1)] >= 0):
-                    write_codes(call, m, t0, i, thread() % lanes)
+                    write_codes(call, m, t0, i, machine.thread % lanes)
         for r in T.serial(0 if has_codes else rounds(key_vectors)):
-            e = r * threads + thread()
+            e = r * threads + machine.thread
             if (e < key_vectors) & (m.slot[T.min(e // (groups * half_vectors), block_tokens - 1)] >= 0):
                 i, g, p = e // (groups * half_vectors), e // half_vectors % groups, e % half_vectors * pairs
                 rotate(
@@ -218,7 +215,7 @@ def append_parts(s: AppendShape, block_tokens: int, threads: int, on_cpu: bool =
                     (m.slot[i] // page_size, m.slot[i] % page_size), g * qk_rope_head_dim,
                 )  # fmt: skip
         for r in T.serial(rounds(query_vectors)):
-            e = r * threads + thread()
+            e = r * threads + machine.thread
             if (e < query_vectors) & (t0 + e // (queries * half_vectors) < tokens):
                 i, h, p = e // (queries * half_vectors), e // half_vectors % queries, e % half_vectors * pairs
                 rotate(m, i, h * num_tables // queries, p, call.query, (t0 + i, h), call.out, (t0 + i, h), 0)

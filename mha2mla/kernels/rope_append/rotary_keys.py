@@ -64,7 +64,7 @@ def make_rotary_keys(
     @T.macro
     def find_angles(call, t0, cos, sin):  # in a loop: unrolled, exact functions are most of the code
         for r in T.serial(T.ceildiv(rows * half, threads)):
-            e = r * threads + (0 if machine.on_cpu else T.get_thread_binding())
+            e = r * threads + machine.thread
             if e < rows * half:
                 i, j = e // half, e % half
                 angle = T.cast(call.positions[T.min(t0 + i, tokens - 1)], accum) * call.inv_freq[j]

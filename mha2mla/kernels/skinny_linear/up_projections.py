@@ -19,6 +19,14 @@ _WIDTH = COLUMNS + 1  # of a row of sums in shared memory: else threads that sto
 _PREFIX = {"bfloat16": "bf16", "float16": "fp16"}
 
 
+def warp():
+    return T.get_thread_binding() // 32
+
+
+def lane():
+    return T.get_thread_binding() % 32
+
+
 @T.macro
 def multiply_step(m, s, dtype):
     """Two m16n8k16 products of 16 columns each, into ``m.sums``: a thread's 8 numbers of two rows, step ``s`` of
@@ -59,12 +67,6 @@ def w_uk_parts(*, heads: int, groups: int, inner: int, outer: int, dtype: str) -
             "sums": T.alloc_local([16], accum),
             "parts": T.alloc_shared([_SPLITS, ROWS, _WIDTH], accum),
         }
-
-    def lane():
-        return T.get_thread_binding() % 32
-
-    def warp():
-        return T.get_thread_binding() // 32
 
     def row(s, j):
         """Row of the weight: the j-th of the thread's four of the warp's s-th step."""
@@ -248,12 +250,9 @@ def make_w_uv(*, columns: int, outputs: int, dtype: str, groups: int, dependent:
     threads = HEAD_WARPS * 32
     rows = T.dynamic("rows")
 
-    def thread():
-        return T.get_thread_binding()
-
     def step_of(i):
         """A warp's i-th step: two in a row take whole lines of 128 bytes."""
-        return (i // 2 * count + thread() // 32) * 2 + i % 2
+        return (i // 2 * count + warp()) * 2 + i % 2
 
     def has(i):
         """True where a warp has an i-th step: a condition only where some have."""
@@ -266,7 +265,7 @@ def make_w_uv(*, columns: int, outputs: int, dtype: str, groups: int, dependent:
         for u in list(range(2)):
             for v in T.vectorized(8):
                 [m.first, m.other][u][slot * 8 + v] = weight[
-                    n0 + thread() % 32 // 4 + u * (TILE // 2), step * STEP + thread() % 4 * 8 + v
+                    n0 + lane() // 4 + u * (TILE // 2), step * STEP + T.get_thread_binding() % 4 * 8 + v
                 ]
 
     @T.macro
@@ -274,9 +273,9 @@ def make_w_uv(*, columns: int, outputs: int, dtype: str, groups: int, dependent:
         """Two products of 16 columns each."""
         for v in T.unroll(8):
             m.right[v] = T.cast(0.0, dtype)
-        if thread() % 32 // 4 < rows:
+        if lane() // 4 < rows:
             for v in T.vectorized(8):
-                m.right[v] = x[thread() % 32 // 4, x0 + step * STEP + thread() % 4 * 8 + v]
+                m.right[v] = x[lane() // 4, x0 + step * STEP + T.get_thread_binding() % 4 * 8 + v]
         multiply_step(m, slot, dtype)
 
     @T.prim_func
@@ -311,14 +310,14 @@ def make_w_uv(*, columns: int, outputs: int, dtype: str, groups: int, dependent:
             # A thread has rows g and g + 8 of the tile, and rows 2 t and 2 t + 1 of x.
             for i in T.unroll(4):
                 m.parts[
-                    thread() // 32 * (TILE * HEAD_ROWS)
-                    + (thread() % 32 // 4 + i // 2 * 8) * HEAD_ROWS
-                    + thread() % 4 * 2
+                    warp() * (TILE * HEAD_ROWS)
+                    + (lane() // 4 + i // 2 * 8) * HEAD_ROWS
+                    + T.get_thread_binding() % 4 * 2
                     + i % 2
                 ] = m.sums[i]
             T.sync_threads()
             for j in T.serial(T.ceildiv(TILE * HEAD_ROWS, threads)):
-                at = j * threads + thread()
+                at = j * threads + T.get_thread_binding()
                 if (at < TILE * HEAD_ROWS) & (at // TILE < rows):
                     m.total[0] = 0.0
                     for w in T.unroll(count):

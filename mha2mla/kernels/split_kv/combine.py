@@ -174,7 +174,7 @@ def make_combine(
                 T.pdl_sync()
                 T.pdl_trigger()
             if few:
-                thread = 0 if on_cpu else T.get_thread_binding()
+                thread = machine.thread
                 # a loop of one round or none keeps the loads together, as a branch does not
                 for _round in T.serial(T.if_then_else((count[0] != 1) & (count[0] <= block_splits), 1, 0)):
                     for row in range(rows) if on_cpu else [thread // lanes]:

@@ -7,7 +7,7 @@ add up in each other's shared memory. Nothing that is merged is written, and no 
 import tilelang.language as T
 
 from mha2mla.kernels.machine import SMALL_PASS_CONFIGS, Buffers, compiler
-from mha2mla.kernels.skinny_linear.up_projections import multiply_step
+from mha2mla.kernels.skinny_linear.up_projections import lane, multiply_step, warp
 from mha2mla.kernels.split_kv.choice import MERGED_ROWS as ROWS
 from mha2mla.kernels.split_kv.device import LOG2E, MASKED
 
@@ -53,12 +53,6 @@ def make_combine_w_uv(*, heads: int, maps: int, width: int, outputs: int, dtype:
     cluster = -(-width // SLICE)
     steps, busy = SLICE // _STEP, outputs // 16  # warps that multiply
     written = -(-busy // cluster)  # of whose outputs a block writes
-
-    def warp():
-        return T.get_thread_binding() // 32
-
-    def lane():
-        return T.get_thread_binding() % 32
 
     def place(m, i, h):
         """Index of the i-th partial of the warp's row."""
