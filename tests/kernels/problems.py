@@ -15,12 +15,11 @@ from mha2mla.kernels.mla_decode import selection as mla_selection
 from mha2mla.kernels.mla_decode.api import LATENT_CODES, ROW_CODES
 from mha2mla.kernels.split_kv.choice import FIELDS, KernelChoice
 from mha2mla.kernels.split_kv.op import PagedOp
+from mha2mla.kernels.split_kv.plan import LONGEST
 from mha2mla.kernels.split_kv.reference import Fragment, attended_span, plan_fragments, write_schedule
 from mha2mla.testing.kernel_check import schedule_error
 from mha2mla.testing.numeric_check import errors
 from mha2mla.testing.problems import UNUSED_PAGE, GQAProblem, PagedProblem, exact, judge, sequences
-
-NO_WINDOW = 2**30  # as launch.py, which imports TileLang
 
 
 def torch_at(inputs: dict, dtype: torch.dtype, window: int | None = None, sinks: int = 0) -> torch.Tensor:
@@ -158,7 +157,7 @@ def run_kernels(
         tensors = tensors | {"latent_cache": inputs["latent_cache"].flatten(1)}
     split(
         *(tensors[name] for name in problem.op.names), inputs["block_table"], schedule, partial_out, partial_lse, out,
-        lse, inputs["softmax_scale"], int(inputs["causal"]), NO_WINDOW if problem.window is None else problem.window,
+        lse, inputs["softmax_scale"], int(inputs["causal"]), LONGEST if problem.window is None else problem.window,
         problem.sinks, *last,
     )  # fmt: skip
     merge(splits, partial_out, partial_lse, out, lse)

@@ -142,7 +142,6 @@ class LatentStatic(Static):
     rope_cols = property(lambda k: 2 * k.half)
     # Columns of W_KR in shared memory at a time.
     weight_cols = property(lambda k: k.latent_cols if k.choice.variant == "resident" else PIECE)
-    weights = property(lambda k: range(0 if k.adds_codes else 2))
 
     def rope_dim(self, column):
         return column // self.half * self.pairs + T.min(column % self.half, self.pairs - 1)
@@ -156,7 +155,7 @@ def allocate_latent(k: LatentStatic) -> Buffers:
     memory, shared = allocate(k), k.machine.alloc_shared
     memory = Buffers(
         **vars(memory),
-        w_tile=[shared([k.half, k.weight_cols], k.dtype) for _ in k.weights],
+        w_tile=[shared([k.half, k.weight_cols], k.dtype) for _ in range(0 if k.adds_codes else 2)],
         bias=shared([2, k.half], T.float32),
         first=shared([2, k.block // GROUP, k.half], T.float32),
         place=shared([2, GROUP, k.half], T.float32),

@@ -17,8 +17,7 @@ from mha2mla.kernels.ops import ALIGNMENT, argument_error, check_aligned, dtype_
 from mha2mla.kernels.ops import capability as capability_of
 from mha2mla.kernels.split_kv.combine import combine_rows, combine_splits, compile_combine
 from mha2mla.kernels.split_kv.combine_w_uv import compile_combine_w_uv
-
-NO_WINDOW = 2**30  # longer than any sequence
+from mha2mla.kernels.split_kv.plan import LONGEST
 
 
 @compiled_once
@@ -175,7 +174,7 @@ def launch(
             *compile_kernels(op, shape, choice, capability_of(out.device), batch, width, buffers[-1].shape[0]),
             out.shape,
             tuple(index for index in op.optional if data[index] is None),
-            (softmax_scale, int(causal), NO_WINDOW if window < 0 else window, *others, *given),
+            (softmax_scale, int(causal), LONGEST if window < 0 else window, *others, *given),
             tuple(buffers),
             lse,
             like_query=data[0].shape == out.shape and data[0].is_contiguous(),

@@ -106,11 +106,8 @@ class PagedOp:
             [f"Tensor{'?' * argument.optional} {argument.name}" for argument in self.arguments]
             + [f"float {name}" for name in self.numbers]
         )
-        for name, schema, call, fake in (
-            (self.name, f"({tensors}, {_CALL}) -> (Tensor, Tensor)", self._decode, self._empty),
-            (f"{self.name}_out", f"({tensors}, {_CALL}, {_PLAN}) -> ()", self._decode_out, lambda *_: None),
-        ):
-            register(name + schema, call, fake)
+        register(f"{self.name}({tensors}, {_CALL}) -> (Tensor, Tensor)", self._decode, self._empty)
+        register(f"{self.name}_out({tensors}, {_CALL}, {_PLAN}) -> ()", self._decode_out, lambda *_: None)
 
     def __call__(
         self,
