@@ -51,8 +51,11 @@ def refusal(shape: CodedShape, *, has_rope_cache: bool = True) -> str | None:
     width, bits = shape.kv_lora_rank, " or ".join(map(str, BITS))
     formats = f"kernels take codes of {bits} bits in whole blocks of {CODE_BLOCK} elements"
     is_row = shape.bits is not None and width % CODE_BLOCK == 0
-    own = (is_row, f"a row of {width} elements has {shape.row_bytes} bytes", formats)
-    return first_refusal((own,)) or selection.refusal(shape, has_rope_cache=has_rope_cache)
+    own = (
+        (is_row, f"a row of {width} elements has {shape.row_bytes} bytes", formats),
+        (shape.qk_rope_head_dim > 0, "qk_rope_head_dim is 0", "kernels over codes take keys that have a rotary part"),
+    )
+    return first_refusal(own) or selection.refusal(shape, has_rope_cache=has_rope_cache)
 
 
 def registers_of(

@@ -124,6 +124,7 @@ def test_refusals_name_the_argument(change, message):
 def test_other_rows_are_refused():
     assert "has 99 bytes" in refusal(ROW_CODES.shape(4, 1, 64, 8, 64, 1, 99, "bfloat16"))
     assert refusal(ROW_CODES.shape(4, 1, 64, 8, 64, 1, 36, "bfloat16")) is None
+    assert "qk_rope_head_dim is 0" in refusal(ROW_CODES.shape(4, 1, 64, 0, 64, 1, 36, "bfloat16"))
 
 
 CHOSEN = [
