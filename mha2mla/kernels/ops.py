@@ -229,7 +229,8 @@ def runs_compiled(backend: str | None, device: torch.device, *dtypes: torch.dtyp
     Raises:
         ValueError: ``backend`` is unknown, or TileLang is asked for and does not serve ``dtypes`` on ``device``.
     """
-    check_backend(backend)
+    if backend not in (None, *BACKENDS):  # a call less in every op of a step
+        check_backend(backend)
     served = device.type == "cuda" and torch.float64 not in dtypes
     if backend == "tilelang" and not served:
         raise ValueError(
