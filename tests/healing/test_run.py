@@ -565,7 +565,7 @@ def test_centers_of_codes_stay_float32(folders, tmp_path):
 HEALS = """
 import json, os, signal, sys
 import mha2mla
-from mha2mla.healing import distillation, training
+from mha2mla.healing import distillation, run, training
 from tests.conversion import tiny
 
 *folders, keys, end = sys.argv[1:]
@@ -588,6 +588,9 @@ def counting(self, *inputs):
     return backward(self, *inputs)
 
 distillation.Distillation._forward = counting
+if "minutes" in json.loads(keys):  # a step takes a second here, and two in the other process
+    now, training._FEWEST_TIMED, run.tokens_in = [0.0], 2, lambda *_: 2560
+    training._now = lambda _: now.__setitem__(0, now[0] + 1 + int(os.environ["RANK"])) or now[0]
 report = mha2mla.heal(*folders, text=tiny.some_tokens(48, 32), **json.loads(keys))
 done = report.trained
 found = [done.steps, done.tokens, len(passes), report.shared_parameters > 0, report.settings.rate]
@@ -654,6 +657,15 @@ def test_two_processes_take_one_rate(sharded, folders, tmp_path):
     first, second = (float(line.split()[-1]) for line in done.stdout.splitlines())
     record = json.loads((tmp_path / "out" / "conversion.json").read_text())["healing"]
     assert first == second == record["settings"]["rate"] and record["first_steps"][0]["rate"] == 0
+
+
+@pytest.mark.slow
+def test_two_processes_leave_as_many_steps(folders, tmp_path):
+    """As many as the main process's clock allows, of ten that were planned."""
+    keys = {"device": "cpu", "progress": False, "compile": "never", **SMALL, "tokens": None, "minutes": 6 / 60}
+    done = in_two_processes(folders, tmp_path, keys, False, "0")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines().count("6 1536 12 True 0.003") == 2, done.stdout
 
 
 @pytest.mark.gpu
