@@ -35,6 +35,7 @@ from transformers.utils import can_return_tuple
 
 from .configuration_mha2mla import MHA2MLAConfig
 
+_LONG = 1024  # queries
 REFUSED_POSITIONS = (  # below 255 characters, all that torch's assert on a CUDA device takes
     "position_ids do not count on from each row's first visible token; a cache without rotary keys "
     "(has_rope_cache is False) expects the places in it one by one, padding counted or not "
@@ -290,8 +291,12 @@ class MLAAttention(nn.Module):
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         if limits != (self.sliding_window, 0):
             attention_mask = under_window(attention_mask, *limits, query, key.shape[2], implementation)
-        # These want queries, keys and values equally wide. (transformers pads values, or else truncates them.)
-        if (implementation == "flex_attention" or "flash" in implementation) and query.shape[-1] != value_dim:
+        # These want queries, keys and values equally wide. (transformers pads values, or else truncates them.) So does
+        # SDPA's fused kernel for CPUs, beside which the plain one holds all scores and takes twice as long.
+        is_long = query.device.type == "cpu" and query.shape[2] >= _LONG and implementation != "eager"
+        if (is_long or implementation == "flex_attention" or "flash" in implementation) and query.shape[
+            -1
+        ] != value_dim:
             width = max(query.shape[-1], value_dim)
             query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
         out, weights = attend(

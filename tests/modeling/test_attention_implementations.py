@@ -5,8 +5,9 @@ import torch
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from mha2mla.modeling import LatentCache
+from mha2mla.modeling import LatentCache, modeling_mha2mla
 from tests.modeling import models
+from tests.ops import Calls
 
 # Keys as wide as values, wider, narrower; under a window; one layer of each.
 CASES = ("per-group", "shared", "some sliding", "per layer", "latent some sliding", "kept per layer")
@@ -43,6 +44,20 @@ def test_flex_attention(case):
         model = models.mla_model(case)
         model.set_attn_implementation("flex_attention")
         check(model)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_long_windows_take_a_fused_kernel_on_a_cpu(padded, monkeypatch):
+    model = models.mla_model("shared")
+    ids, mask = models.padded(16, 12).values()
+    given = {"attention_mask": mask} if padded else {}
+    expected = model(ids, use_cache=False, **given).logits
+    monkeypatch.setattr(modeling_mha2mla, "_LONG", 16)
+    with torch.no_grad(), Calls() as calls:
+        logits = model(ids, use_cache=False, **given).logits
+    fused = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    assert calls.names.count(fused) == model.config.num_hidden_layers
+    assert models.relative_error(logits[:, 4:], expected[:, 4:]) < models.TOLERANCE
 
 
 def flash(module, query, key, value, attention_mask, scaling, sliding_window=None, **kwargs):
