@@ -44,7 +44,8 @@ class Settings:
 
     Attributes:
         preset: source of what is not given.
-        minutes: minutes of training on this machine, whose speed is measured first; None: ``tokens`` alone.
+        minutes: minutes of steps on this machine, whose speed is measured before and by the first twentieth of them;
+            text, compilation and evaluations come on top. None: ``tokens`` alone.
         tokens: most tokens to train on, in whole steps; None: ``minutes`` alone.
         optimizer: "muon", whose step of a weight matrix has one size in all of its directions, or "adamw".
         train: "attention", "lora" (adapters of attention's projections, merged at the end), or "all" weights.

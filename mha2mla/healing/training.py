@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,10 @@ from transformers.trainer_callback import PrinterCallback
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.fit.repeatable import deterministic
 from mha2mla.files import CURVE, atomic_write, write_output
-from mha2mla.healing.distillation import Distillation, first_pass, gradients, run_pass, warm_up
+from mha2mla.healing.distillation import Distillation, first_pass, gradients, warm_up
 from mha2mla.healing.optimizer import SCHEDULES, first_directions, make_optimizer
 from mha2mla.healing.settings import Settings
-from mha2mla.terminal import progress_bar, waiting
+from mha2mla.terminal import announce, progress_bar, waiting
 
 WARM_UP = 0.03  # share of the steps
 _LOGS = 200
@@ -127,8 +128,8 @@ class _Minutes(TrainerCallback):
     """Fewer steps where the first twentieth of them took longer than planned: so the rate falls to its end in time.
     Decided once; a row of the history says what was, for a run that goes on."""
 
-    def __init__(self, settings: Settings, clock: _Clock) -> None:
-        self._settings, self._clock, self._at = settings, clock, 0
+    def __init__(self, settings: Settings, clock: _Clock, show: bool) -> None:
+        self._settings, self._clock, self._show, self._at = settings, clock, show, 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if _planned(state) is None:
@@ -142,6 +143,8 @@ class _Minutes(TrainerCallback):
         steps = int(broadcast(torch.tensor(steps, device=args.device)))  # each process has a clock of its own
         if steps >= state.max_steps:
             return
+        if self._show and state.is_world_process_zero:
+            announce(f"{steps:,} steps in place of {state.max_steps:,}: they take longer than was planned")
         state.log_history.append({"step": state.global_step, _PLANNED: steps})
         _plan(args, self._settings, steps)
         state.compute_steps(args, steps)
@@ -282,15 +285,14 @@ def tokens_in(minutes: float, distillation: Distillation, settings: Settings, vo
     for length, share in shares.items():
         if is_warmed:
             first_pass(distillation, ids, length)
-        seconds += share * _timed(lambda length=length: run_pass(distillation, ids, length), device, is_warmed)
-    seconds /= ids.numel()
-    gradients(distillation, ids, settings.length)
+        seconds += share * _timed(partial(gradients, distillation, ids, length), device, is_warmed)
+    directions = partial(first_directions, distillation.student, settings)
     with torch.no_grad():
         if is_warmed:
-            first_directions(distillation.student, settings)
-        step = _timed(lambda: first_directions(distillation.student, settings), device, is_warmed)
+            directions()
+        step = _timed(directions, device, is_warmed)
     distillation.zero_grad()
-    return max(settings.long_length, int(60 * minutes / (seconds + step / settings.step_tokens)))
+    return max(settings.long_length, int(60 * minutes / (seconds / ids.numel() + step / settings.step_tokens)))
 
 
 def _timed(call: Callable[[], object], device: torch.device, is_warmed: bool) -> float:
@@ -375,7 +377,7 @@ def train(
             warm_up(distillation, blocks, per_pass)
     clock, callbacks = _Clock(device), [] if log is None else [_Log(log, step_tokens)]
     if settings.minutes is not None:
-        callbacks.append(_Minutes(settings, clock))
+        callbacks.append(_Minutes(settings, clock, progress))
     trainer = _Trainer(
         settings,
         model=distillation,

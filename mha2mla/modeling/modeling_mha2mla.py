@@ -293,11 +293,10 @@ class MLAAttention(nn.Module):
             attention_mask = under_window(attention_mask, *limits, query, key.shape[2], implementation)
         # These want queries, keys and values equally wide. (transformers pads values, or else truncates them.) So does
         # SDPA's fused kernel for CPUs, beside which the plain one holds all scores and takes twice as long.
+        wants_alike = implementation == "flex_attention" or "flash" in implementation
         is_long = query.device.type == "cpu" and query.shape[2] >= _LONG and implementation != "eager"
-        if (is_long or implementation == "flex_attention" or "flash" in implementation) and query.shape[
-            -1
-        ] != value_dim:
-            width = max(query.shape[-1], value_dim)
+        width = max(query.shape[-1], value_dim)
+        if (wants_alike or is_long) and query.shape[-1] != value_dim:
             query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
         out, weights = attend(
             self,

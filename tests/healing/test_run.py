@@ -258,13 +258,14 @@ def test_a_killed_run_goes_on_to_the_bit(ends, passes, compile, folders, whole, 
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_fewer_steps_where_minutes_are_short(folders, tmp_path, monkeypatch):
+def test_fewer_steps_where_minutes_are_short(folders, tmp_path, monkeypatch, capsys):
     """A clock by which each step takes a second: of 40 that were planned 25 fit, and a run that goes on knows it."""
     now = [0.0]
     monkeypatch.setattr(training, "_now", lambda _: now.__setitem__(0, now[0] + 1) or now[0])
     monkeypatch.setattr(run, "tokens_in", lambda *_: 40 * 128)
     keys = {"tokens": None, "minutes": 25 / 60, "rate": 1e-3, "evaluations": 5}
-    trained = heal(folders, tmp_path / "whole", **keys).trained
+    trained = heal(folders, tmp_path / "whole", progress=True, **keys).trained
+    assert "25 steps in place of 40: they take longer than was planned" in capsys.readouterr().err
     assert (trained.steps, trained.tokens, trained.kept_step > 8) == (25, 25 * 128, True)
     assert [row["step"] for row in trained.curve if "held_out_kl" in row] == [0, 8, 15, 20, 25]
     rates = {row["step"]: row["rate"] / 1e-3 for row in trained.curve if "rate" in row}
