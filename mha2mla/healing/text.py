@@ -212,8 +212,10 @@ def describe_text(blocks: TokenBlocks, vocabulary: int) -> dict[str, Any]:
 @torch.inference_mode()
 def source_perplexity(source: torch.nn.Module, blocks: TokenBlocks) -> float:
     """Perplexity of the source on the first windows of each length, at most 32,768 tokens of each."""
-    # float32 of grouped heads would keep all scores of a long window on CUDA.
-    with torch.autocast(source.device.type, torch.bfloat16, enabled=source.device.type == "cuda"):
+    # float32 of grouped heads would keep all scores of a long window on CUDA. Layers that training compiled would be
+    # compiled for every number of windows.
+    autocast = torch.autocast(source.device.type, torch.bfloat16, enabled=source.device.type == "cuda")
+    with torch.compiler.set_stance("force_eager"), autocast:
         return _perplexity(Predictor(source), blocks)
 
 

@@ -143,3 +143,13 @@ def test_perplexity_of_the_source(source):
     with torch.inference_mode():
         expected = model(blocks.tokens, labels=blocks.tokens).loss.exp().item()
     assert text.source_perplexity(model, blocks) == pytest.approx(expected, rel=1e-5)
+
+
+def test_perplexity_compiles_no_layer(source):
+    graphs = []
+    model = AutoModelForCausalLM.from_pretrained(source.folder)
+    for layer in model.model.layers:
+        layer.compile(backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+    blocks = TokenBlocks(torch.randint(3, 90, (4, 32)), (16, 16, 32, 32))
+    text.source_perplexity(model, blocks)
+    assert graphs == []
