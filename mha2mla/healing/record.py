@@ -34,8 +34,8 @@ _CARD = """
 The numbers above are those of the conversion, before any training. Then {what} were trained for \
 {trained[seconds]:.0f} s on {trained[tokens]:,} tokens ({trained[passes]:.2f} passes over {text[unique_tokens]:,} of \
 `{text[name]}`) with the source's full logits as target (KL, temperature 1), by `mha2mla heal`. Held-out windows of \
-that text: KL {trained[held_out_before]:.4g} before, {trained[held_out_best]:.4g} at best; step {trained[kept_step]} \
-of {trained[steps]} is kept. {text[distinct_4grams]:.0%} of its runs of four tokens are distinct, and the source's \
+that text: KL {trained[held_out_before]:.4g} before, {trained[held_out_kept]:.4g} with the weights that are kept, \
+{kept} of {trained[steps]:,}. {text[distinct_4grams]:.0%} of its runs of four tokens are distinct, and the source's \
 perplexity of the held-out windows is {text[perplexity_source]:.4g}.
 
 | text | window | tokens | source | converted | healed | KL before | KL after |
@@ -98,6 +98,11 @@ class HealingReport:
         )
         why = f", {said_of(self.first_steps, self.settings.optimizer)}" if self.first_steps else ""
         limit = "" if self.flop_share is None else f", {self.flop_share:.1%} of the GPU's FLOP/s"
+        worse = [
+            f"KL {row['kl_before']:.3g} -> {row['kl_after']:.3g} on {row['text']} in windows of {row['length']:,} tokens"
+            for row in self.rows
+            if row["kl_after"] > row["kl_before"]
+        ]
         better = f"a rate below {self.settings.rate:.3g}" + ", or attention alone" * (self.settings.train == "all")
         return {
             "perplexity": "; ".join(
@@ -106,9 +111,10 @@ class HealingReport:
                 for row in self.rows
             ),
             "held-out KL": f"{trained.held_out_before:.4g} -> {trained.held_out_last:.4g}, best"
-            f" {trained.held_out_best:.4g} after step {trained.best_step}; step {trained.kept_step} is kept; of"
-            f" training {usual:.4g} in the median, at most {largest:.4g} at step {at}",
-            **({"better": better} if trained.best_step == 0 else {}),
+            f" {trained.held_out_best:.4g} after step {trained.best_step}; kept are {trained.kept}, with"
+            f" {trained.held_out_kept:.4g}; of training {usual:.4g} in the median, at most {largest:.4g} at step {at}",
+            **({"better": better} if trained.best_step == 0 or worse else {}),
+            **({"worse": "; ".join(worse)} if worse else {}),
             "rate": f"{self.settings.rate:.3g} by {self.settings.optimizer}{why}",
             "trained": f"{_WHAT[self.settings.train]}, {self.trained_parameters:,} of {self.parameters:,} parameters;"
             f" {trained.tokens:,} tokens in {trained.steps:,} steps, {trained.passes:.2f} passes over"
@@ -207,7 +213,11 @@ def write_record(
     text = card.read_text(encoding="utf-8") if card.is_file() else f"# {name}\n"
     for line in ("# {}\n", 'mha2mla.load("{}")'):
         text = text.replace(line.format(record.get("name")), line.format(name), 1)
-    values = report.to_dict() | {"what": _WHAT[report.settings.train], "record": RECORD_FILE}
+    values = report.to_dict() | {
+        "what": _WHAT[report.settings.train],
+        "record": RECORD_FILE,
+        "kept": report.trained.kept,
+    }
     values["rows"] = "\n".join(
         f"| `{row['text']}` | {row['length']:,} | {row['tokens']:,} | {row['perplexity_source']:.4f} |"
         f" {row['perplexity_before']:.4f} ({row['ratio_before']:.4f} ×) | {row['perplexity_after']:.4f}"

@@ -23,6 +23,7 @@ from transformers.trainer_callback import PrinterCallback
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.fit.repeatable import deterministic
 from mha2mla.files import CURVE, atomic_write, write_output
+from mha2mla.healing.between import least_between, trained_weights
 from mha2mla.healing.distillation import Distillation, first_pass, gradients, warm_up
 from mha2mla.healing.optimizer import SCHEDULES, first_directions, make_optimizer
 from mha2mla.healing.settings import Settings
@@ -252,6 +253,8 @@ class Trained:
         held_out_before, held_out_best, held_out_last: mean KL on the held-out windows.
         best_step: after which the loss on held-out windows was smallest; 0: before the first.
         kept_step: whose weights are kept; 0: those before training.
+        kept_share: of the way from the weights before training to those of that step, and held_out_kept there.
+        between: the shares that were tried, the one that is kept last; empty where the last weights are.
         seconds: evaluations and checkpoints among them; of a run that went on those before its checkpoint, too.
         tokens_per_second: of the steps alone.
         curve: logged losses and rates by step.
@@ -265,9 +268,20 @@ class Trained:
     held_out_last: float
     best_step: int
     kept_step: int
+    kept_share: float
+    held_out_kept: float
+    between: list[dict[str, float]]
     seconds: float
     tokens_per_second: float
     curve: list[dict[str, float]]
+
+    @property
+    def kept(self) -> str:
+        """Which weights are."""
+        if not self.kept_step:
+            return "the conversion's weights"
+        way = "" if self.kept_share == 1 else f"those {self.kept_share:.0%} of the way from the conversion's to "
+        return f"{way}those of step {self.kept_step:,}"
 
 
 @deterministic(warn_only=True)  # the mode of train: in another one layers are compiled again
@@ -323,7 +337,8 @@ def train(
     log: Path | None = None,
     progress: bool,
 ) -> Trained:
-    """Trains the student and leaves it the weights of ``kept_step``, unless that is 0.
+    """Trains the student and leaves it the weights at ``kept_share`` of the way to those of ``kept_step``, unless that
+    is 0.
 
     With the same arguments on the same machine, a run that was killed and went on ends with the weights, to the bit, of
     one that nothing disturbed and that made as many steps.
@@ -387,6 +402,8 @@ def train(
         callbacks=[clock, *callbacks, _Bar(progress, step_tokens), _Checkpoints()],
     )
     trainer.remove_callback(PrinterCallback)
+    keeps_best = settings.keep == "best"
+    first_weights = trained_weights(distillation) if keeps_best else {}
     started = _now(device)
     with deterministic(warn_only=True):
         trainer.train(resume_from_checkpoint=None if going_on is None else str(going_on))
@@ -395,22 +412,33 @@ def train(
     evaluated = [row for row in state.log_history if "eval_loss" in row]
     before = evaluated[0]["eval_loss"]
     best = min(evaluated[1:], key=lambda row: row["eval_loss"])
-    best_step, best_loss = best["step"], best["eval_loss"]
-    if before <= best_loss:  # so written that equal losses keep what was there
-        best_step, best_loss = 0, before
+    step, kept, rows = (best if keeps_best else evaluated[-1])["step"], {"share": 1.0}, []
+    if keeps_best:
+        with waiting("between the weights before and after", show=progress and arguments.process_index == 0):
+            losses = before, best["eval_loss"]
+            *_, kept = rows = least_between(distillation, first_weights, losses, partial(_held_out_loss, trainer))
     return Trained(
         steps=steps,
         tokens=steps * step_tokens,
         passes=steps * step_tokens / blocks.tokens.numel(),
         held_out_before=before,
-        held_out_best=best_loss,
+        held_out_best=min(before, best["eval_loss"]),
         held_out_last=evaluated[-1]["eval_loss"],
-        best_step=best_step,
-        kept_step=best_step if settings.keep == "best" else steps,
+        best_step=best["step"] if best["eval_loss"] < before else 0,
+        kept_step=step if kept["share"] else 0,
+        kept_share=kept["share"],
+        held_out_kept=kept.get("held_out_kl", evaluated[-1]["eval_loss"]),
+        between=rows,
         seconds=seconds,
         tokens_per_second=steps * step_tokens / clock.seconds,
         curve=list(_curve(state.log_history, step_tokens)),
     )
+
+
+def _held_out_loss(trainer: Trainer) -> float:
+    """Of the weights as they are; unlike Trainer.evaluate no row of the history."""
+    loader = trainer.get_eval_dataloader()
+    return trainer.evaluation_loop(loader, "Evaluation", prediction_loss_only=True).metrics["eval_loss"]
 
 
 def _curve(history: list[dict[str, float]], step_tokens: int) -> Iterator[dict[str, float]]:
