@@ -137,8 +137,9 @@ class Runner:
         batches = [SequenceBatch.build([], [], [], num_sequences=count, **place) for count in rows]
         room = min(FEWEST_EXPANDED, allocator.num_pages * allocator.page_size)
         longest = min(max_tokens, room)
-        # The last one is long enough for the expanded form, which short prompts do not run.
-        prompts = [*((tokens, 0) for tokens in _PROMPTS if tokens <= longest), (longest, room - longest)]
+        # Large models run the expanded form over a long cache; small ones only where pieces of 8 tokens overlap.
+        odd = longest - (longest % MAX_DECODE_QUERY_LENGTH == 0)
+        prompts = [*((tokens, 0) for tokens in _PROMPTS if tokens <= longest), (odd, 0), (longest, room - longest)]
         for tokens, cached in prompts:
             pages = range(-(-(tokens + cached) // allocator.page_size))
             batches.append(SequenceBatch.build([tokens], [cached], [pages], **place))

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mha2mla.kernels.mixed_attention import plan
 from mha2mla.loop import Loop, Sampling, runner
 from mha2mla.modeling import BatchModel
 from mha2mla.modeling.pages import OutOfPagesError
@@ -178,13 +179,35 @@ def test_kernels_are_compiled_before_requests(case, monkeypatch):
     monkeypatch.setattr(runner, "compile_ahead", compile_ahead)
     loop = make_loop(model, max_tokens=128)
     assert loop.compiled == 7 and loop.cache.allocator.num_free == 12
-    assert shapes == [[1], [1] * 2, [1] * 4, [1] * 5, [16], [64], [96]]  # 12 pages of 8: room for fewer than 128
+    assert shapes == [[1], [1] * 2, [1] * 4, [1] * 5, [16], [64], [95], [96]]  # 12 pages of 8: room for fewer than 128
     for prompt, more in (([5, 7, 11], [3]), ([5, 7, 11, 13], []), ([5, 7, 11, 13, 17], [5]), ([3] * 9, [])):
         shapes.clear()
         request = loop.add(prompt, Sampling(6))
         loop.run()
         assert request.answer == alone(model, prompt, 6)
         assert shapes == [more] * bool(more)  # by the step itself, once for 2, 4 and 8 tokens each
+
+
+@pytest.mark.parametrize("case", ["latent", "shared"])
+def test_both_forms_are_compiled_before_requests(case, monkeypatch):
+    """A small model's prompt runs the expanded form on a GPU only where its pieces of 8 tokens overlap."""
+    forms, make_plan = set(), plan._plan
+
+    def plan_as_on_a_gpu(*arguments):
+        made = make_plan(*arguments[:-1], plan.LAUNCH_FLOP)
+        layout = made.parts.layout
+        forms.update(["expanded"] * bool(layout.waves), ["pieces"] * any(group.has_pieces for group in layout.groups))
+        return made
+
+    monkeypatch.setattr(plan, "_plan", plan_as_on_a_gpu)
+    monkeypatch.setattr(runner, "compile_ahead", lambda device, call, run: run())
+    loop = make_loop(make(case), num_pages=40, max_tokens=128, share_prefixes=False)
+    assert forms == {"expanded", "pieces"}
+    for length, form in ((40, "pieces"), (45, "expanded")):
+        forms.clear()
+        loop.add(list(range(5, 5 + length)), Sampling(1))
+        loop.run()
+        assert forms == {form}
 
 
 def fail_in_steps(monkeypatch, loop: Loop, failing: set[int]) -> None:
