@@ -16,7 +16,7 @@ from mha2mla.modeling import AttentionStep, BatchModel, PagedCache, SequenceBatc
 from mha2mla.modeling.batch import to_device
 from mha2mla.modeling.captured import Recorder
 
-_PROMPTS = (16, 64, 128, 256)  # tokens of a step, up to which kernels differ
+_PROMPTS = (16, 64, 128, 256, 512)  # tokens of a step, up to which kernels differ
 
 
 @dataclass(frozen=True)
