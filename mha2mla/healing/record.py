@@ -99,7 +99,7 @@ class HealingReport:
         why = f", {said_of(self.first_steps, self.settings.optimizer)}" if self.first_steps else ""
         limit = "" if self.flop_share is None else f", {self.flop_share:.1%} of the GPU's FLOP/s"
         worse = [
-            f"KL {row['kl_before']:.3g} -> {row['kl_after']:.3g} on {row['text']} in windows of {row['length']:,} tokens"
+            f"KL {row['kl_before']:.3g} -> {row['kl_after']:.3g} on {row['text']} in windows of {row['length']:,}"
             for row in self.rows
             if row["kl_after"] > row["kl_before"]
         ]

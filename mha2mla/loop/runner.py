@@ -120,7 +120,9 @@ class Runner:
     def compile(self, max_tokens: int) -> int:
         """Compiles the kernels of steps of at most ``max_tokens`` tokens ahead, where TileLang's cache lacks them;
         returns how many it lacked. Those of prompts of 2 to 8 tokens are compiled when the first one comes."""
-        return self._compile_ahead(lambda: self._run_shapes(max_tokens), self.max_sequences, max_tokens)
+        room = min(FEWEST_EXPANDED, self.cache.allocator.num_pages * self.cache.allocator.page_size)
+        longest = min(max_tokens, room)
+        return self._compile_ahead(lambda: self._run_shapes(longest, room), self.max_sequences, longest, room)
 
     def _compile_ahead(self, run: Callable[[], Any], *numbers: int) -> int:
         config, page_size = self.model.config.to_json_string(use_diff=False), self.cache.allocator.page_size
@@ -129,14 +131,13 @@ class Runner:
         return compile_ahead(self.cache.device, call, run)
 
     @torch.inference_mode()
-    def _run_shapes(self, max_tokens: int) -> None:
-        """A decode step of each bucket of rows, over padding, and prompts, over pages that are not theirs."""
+    def _run_shapes(self, longest: int, room: int) -> None:
+        """A decode step of each bucket of rows, over padding, and prompts of at most ``longest`` tokens, ``room`` with
+        cached ones, over pages that are not theirs."""
         allocator = self.cache.allocator
         place = {"page_size": allocator.page_size, "device": self.cache.device}
         rows = dict.fromkeys(self._bucket(1 << n) for n in range(self.max_sequences.bit_length() + 1))
         batches = [SequenceBatch.build([], [], [], num_sequences=count, **place) for count in rows]
-        room = min(FEWEST_EXPANDED, allocator.num_pages * allocator.page_size)
-        longest = min(max_tokens, room)
         # Large models run the expanded form over a long cache; small ones only where pieces of 8 tokens overlap.
         odd = longest - (longest % MAX_DECODE_QUERY_LENGTH == 0)
         prompts = [*((tokens, 0) for tokens in _PROMPTS if tokens <= longest), (odd, 0), (longest, room - longest)]
