@@ -208,7 +208,12 @@ class _Bar(TrainerCallback):
 
 class _Checkpoints(TrainerCallback):
     """Evaluates and saves at the end, too; marks a checkpoint when all of it is written, then removes all but it and
-    the best one."""
+    the best one, which every process names alike: the Trainer's looks for its folder, which under FSDP may not be there
+    yet."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.best_global_step:
+            state.best_model_checkpoint = str(Path(args.output_dir) / f"checkpoint-{state.best_global_step}")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == state.max_steps:
@@ -216,6 +221,7 @@ class _Checkpoints(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         args.distributed_state.wait_for_everyone()  # each process writes files of its own
+        self.on_train_begin(args, state, control)
         if not state.is_world_process_zero:
             return
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
