@@ -68,7 +68,8 @@ class Settings:
         compile: torch.compile makes the decoder layers and the loss; "auto" on CUDA where the backward pass
             recomputes nothing and FSDP shards nothing.
         evaluations: most evaluations on held-out windows after the one before training, and checkpoints.
-        keep: the weights with the smallest loss on held-out windows, or the last ones.
+        keep: the weights with the smallest loss on held-out windows, those between the conversion's and an
+            evaluation's among them, or the last ones.
         seed: seed of text, order and adapters.
 
     Raises:
