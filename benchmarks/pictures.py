@@ -64,7 +64,10 @@ def loss_and_bytes() -> Picture:
         Curve("healed", healed(), "other", "points"),
     ]
     panel = Panel("", SHARE, RATIO, curves, ("log2", "ratio"), labels="left")
-    note = f"{SMOLLM2} Windows of 512 tokens. Bits by layer: 2, 3, 4 or 8; healed: 1,000 steps a layer, then 34M, 56M."
+    note = (
+        f"{SMOLLM2} Windows of 512 tokens. Bits by layer: 2, 3, 4 or 8; healed: 1,000 steps a layer,"
+        " then training on 34M tokens (0.125) or 56M."
+    )
     return Picture("Loss by size of the KV cache: lower is better", [panel], 1, note)
 
 

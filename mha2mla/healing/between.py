@@ -12,7 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+
+from mha2mla.healing.student import sharded_as
 
 SHARES = (0.25, 0.5, 0.75)  # of the way from the weights before training
 
@@ -34,10 +36,10 @@ def least_between(
         loss: of the module as it is; one number in every process.
 
     Returns:
-        Rows of ``share`` and ``held_out_kl``, the one that is kept last.
+        Rows of ``share`` and ``held_out_kl``, by falling loss: of the last one the weights are kept.
     """
     trained = {name: each for name, each in module.named_parameters() if name in start}
-    start = {name: _like(start[name], each) for name, each in trained.items()}
+    start = {name: _local(sharded_as(each, start[name].to(each.device))).cpu() for name, each in trained.items()}
     end = trained_weights(module)
     rows = [{"share": share, "held_out_kl": known} for share, known in zip((0.0, 1.0), losses, strict=True)]
     for share in SHARES:
@@ -66,11 +68,3 @@ def _move(
 def _local(weight: Tensor) -> Tensor:
     weight = weight.detach()
     return weight.to_local() if isinstance(weight, DTensor) else weight
-
-
-def _like(whole: Tensor, weight: Tensor) -> Tensor:
-    """On the host, the part of ``whole`` that this process has of ``weight``."""
-    if not isinstance(weight, DTensor):
-        return whole
-    placed = distribute_tensor(whole.to(weight.device), weight.device_mesh, weight.placements, src_data_rank=None)
-    return placed.to_local().cpu()

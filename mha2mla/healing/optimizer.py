@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mha2mla.healing.settings import Optimizer, Settings
-from mha2mla.healing.student import parameter_groups
+from mha2mla.healing.student import parameter_groups, sharded_as, whole
 
 BETAS, EPSILON = (0.9, 0.95), 1e-8  # AdamW's
 MOMENTUM = 0.95  # Muon's
@@ -117,13 +116,8 @@ class Muon(torch.optim.Optimizer):
             if not state:
                 state["momentum"] = torch.zeros_like(weight.grad)
             ahead.append(weight.grad.lerp(state["momentum"].lerp_(weight.grad, 1 - MOMENTUM), MOMENTUM))
-        made = muon_direction(
-            torch.stack([each.full_tensor() if isinstance(each, DTensor) else each for each in ahead])
-        )
-        for each, direction in zip(ahead, made, strict=True):
-            if isinstance(each, DTensor):
-                direction = distribute_tensor(direction, each.device_mesh, each.placements, src_data_rank=None)
-            yield direction
+        made = muon_direction(torch.stack([whole(each) for each in ahead]))
+        yield from (sharded_as(each, direction) for each, direction in zip(ahead, made, strict=True))
 
     @staticmethod
     def _of_elements(gradient: Tensor, state: dict[str, Tensor]) -> Tensor:

@@ -35,7 +35,7 @@ The numbers above are those of the conversion, before any training. Then {what} 
 {trained[seconds]:.0f} s on {trained[tokens]:,} tokens ({trained[passes]:.2f} passes over {text[unique_tokens]:,} of \
 `{text[name]}`) with the source's full logits as target (KL, temperature 1), by `mha2mla heal`. Held-out windows of \
 that text: KL {trained[held_out_before]:.4g} before, {trained[held_out_kept]:.4g} with the weights that are kept, \
-{kept} of {trained[steps]:,}. {text[distinct_4grams]:.0%} of its runs of four tokens are distinct, and the source's \
+{kept}. {text[distinct_4grams]:.0%} of its runs of four tokens are distinct, and the source's \
 perplexity of the held-out windows is {text[perplexity_source]:.4g}.
 
 | text | window | tokens | source | converted | healed | KL before | KL after |
@@ -213,11 +213,8 @@ def write_record(
     text = card.read_text(encoding="utf-8") if card.is_file() else f"# {name}\n"
     for line in ("# {}\n", 'mha2mla.load("{}")'):
         text = text.replace(line.format(record.get("name")), line.format(name), 1)
-    values = report.to_dict() | {
-        "what": _WHAT[report.settings.train],
-        "record": RECORD_FILE,
-        "kept": report.trained.kept,
-    }
+    values = report.to_dict() | {"what": _WHAT[report.settings.train], "record": RECORD_FILE}
+    values["kept"] = report.trained.kept
     values["rows"] = "\n".join(
         f"| `{row['text']}` | {row['length']:,} | {row['tokens']:,} | {row['perplexity_source']:.4f} |"
         f" {row['perplexity_before']:.4f} ({row['ratio_before']:.4f} ×) | {row['perplexity_after']:.4f}"

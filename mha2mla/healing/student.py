@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION
 from mha2mla.eval.loading import load_model
@@ -54,16 +54,24 @@ class Models:
         Under FSDP every process has to call it: each gets the full weights.
         """
         if self.adapted is None:
-            return {name: _full(each) for name, each in self.student.named_parameters() if each.requires_grad}
+            return {name: whole(each) for name, each in self.student.named_parameters() if each.requires_grad}
         names = {name for name, _ in _adapted(self.student)}
         self.adapted.merge_and_unload()
         self.adapted = None
-        return {name: _full(each) for name, each in self.student.named_parameters() if name in names}
+        return {name: whole(each) for name, each in self.student.named_parameters() if name in names}
 
 
-def _full(parameter: Tensor) -> Tensor:
-    parameter = parameter.detach()
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+def whole(weight: Tensor) -> Tensor:
+    """All of a weight of which FSDP may have left this process a part."""
+    weight = weight.detach()
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+def sharded_as(weight: Tensor, full: Tensor) -> Tensor:
+    """``full``, which every process has, in parts where ``weight`` is."""
+    if not isinstance(weight, DTensor):
+        return full
+    return distribute_tensor(full, weight.device_mesh, weight.placements, src_data_rank=None)
 
 
 def is_sharded() -> bool:

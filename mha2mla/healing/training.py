@@ -212,8 +212,7 @@ class _Checkpoints(TrainerCallback):
     yet."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.best_global_step:
-            state.best_model_checkpoint = str(Path(args.output_dir) / f"checkpoint-{state.best_global_step}")
+        _name_best(args, state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == state.max_steps:
@@ -221,7 +220,7 @@ class _Checkpoints(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         args.distributed_state.wait_for_everyone()  # each process writes files of its own
-        self.on_train_begin(args, state, control)
+        _name_best(args, state)
         if not state.is_world_process_zero:
             return
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
@@ -232,6 +231,11 @@ class _Checkpoints(TrainerCallback):
         for other in Path(args.output_dir).glob("checkpoint-*"):
             if other.name not in kept:
                 shutil.rmtree(other)
+
+
+def _name_best(args: Any, state: Any) -> None:
+    if state.best_global_step:
+        state.best_model_checkpoint = str(Path(args.output_dir) / f"checkpoint-{state.best_global_step}")
 
 
 def last_checkpoint(folder: Path) -> Path | None:
@@ -260,7 +264,7 @@ class Trained:
         best_step: after which the loss on held-out windows was smallest; 0: before the first.
         kept_step: whose weights are kept; 0: those before training.
         kept_share: of the way from the weights before training to those of that step, and held_out_kept there.
-        between: the shares that were tried, the one that is kept last; empty where the last weights are.
+        between: the shares that were tried, by falling loss; none where the last weights are kept.
         seconds: evaluations and checkpoints among them; of a run that went on those before its checkpoint, too.
         tokens_per_second: of the steps alone.
         curve: logged losses and rates by step.
@@ -287,7 +291,7 @@ class Trained:
         if not self.kept_step:
             return "the conversion's weights"
         way = "" if self.kept_share == 1 else f"those {self.kept_share:.0%} of the way from the conversion's to "
-        return f"{way}those of step {self.kept_step:,}"
+        return f"{way}those of step {self.kept_step:,} of {self.steps:,}"
 
 
 @deterministic(warn_only=True)  # the mode of train: in another one layers are compiled again

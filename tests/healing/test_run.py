@@ -319,6 +319,10 @@ def test_a_rate_too_large_keeps_the_conversion(folders, tmp_path):
     last = heal(folders, tmp_path / "last", rate=1.0, tokens=256, keep="last", train="all")
     assert last.trained.kept_step == 2 and last.rows[0]["kl_after"] > last.rows[0]["kl_before"]
     assert last.lines()["better"] == "a rate below 1, or attention alone"
+    assert last.lines()["worse"].startswith("KL ") and "builtin:prose" in last.lines()["worse"]
+    assert "worse" not in report.lines() and "with the weights that are kept, the conversion's weights." in (
+        tmp_path / "out" / "README.md"
+    ).read_text(encoding="utf-8")
 
 
 def test_a_full_rank_conversion_stays(folders, tmp_path):
