@@ -18,18 +18,19 @@ MARGIN = 1 / 50  # of the memory
 
 
 @deterministic(warn_only=True)  # the mode of train, whose kernels take other memory
-def pass_fits(distillation: Distillation, settings: Settings) -> bool:
-    """Whether passes over random tokens fit the memory of a GPU, beside what training keeps."""
+def why_not(distillation: Distillation, settings: Settings) -> str | None:
+    """What the GPU says where passes over random tokens do not fit its memory beside what training keeps; None: they
+    fit."""
     device = distillation.student.device
-    fit = _try(distillation, settings)
+    said = _try(distillation, settings)
     distillation.zero_grad()
     if device.type == "cuda":  # behind the handler, whose error holds the frames that hold the tensors
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    return fit
+    return said
 
 
-def _try(distillation: Distillation, settings: Settings) -> bool:
+def _try(distillation: Distillation, settings: Settings) -> str | None:
     device, vocabulary = distillation.student.device, distillation.student.config.vocab_size
     trained = sum(each.numel() for each in distillation.student.parameters() if each.requires_grad)
     spare = int(MARGIN * torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 0
@@ -45,15 +46,15 @@ def _try(distillation: Distillation, settings: Settings) -> bool:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        return False
-    return True
+        return str(error).strip().partition("\n")[0] or type(error).__name__
+    return None
 
 
 def fit_memory(
     settings: Settings,
     models: Models,
     distillation: Distillation,
-    fits: Callable[[Distillation, Settings], bool] = pass_fits,
+    refusal: Callable[[Distillation, Settings], str | None] = why_not,
 ) -> Settings:
     """``settings``, with the largest ``tokens_at_once`` up to theirs, halved again and again, at which a pass fits.
 
@@ -62,12 +63,12 @@ def fit_memory(
 
     Args:
         distillation: not compiled, which takes no less.
-        fits: whether a pass does.
+        refusal: why a pass does not; None: it does.
 
     Raises:
         ValueError: one window does not fit all the same.
     """
-    while not fits(distillation, settings):
+    while said := refusal(distillation, settings):
         if settings.pass_tokens > settings.long_length:
             settings = replace(settings, tokens_at_once=settings.pass_tokens // 2)
         elif settings.checkpointing == "auto" and not models.recomputes:
@@ -75,6 +76,6 @@ def fit_memory(
         else:
             raise ValueError(
                 f"long_length is {settings.long_length} and train {settings.train!r}; expected a shorter window or"
-                " 'lora': a pass over one window does not fit the device's memory"
+                f" 'lora': a pass over one window does not fit the device's memory: {said:.200}"
             )
     return settings
