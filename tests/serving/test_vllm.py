@@ -172,9 +172,11 @@ def steps_on_a_cpu(name: str, folder: str, rank: int, size: int) -> None:
     """In a process of its own: vLLM's groups of ranks are global."""
     import vllm.platforms
     from vllm.platforms.cpu import CpuPlatform
+    from vllm.platforms.interface import UnspecifiedPlatform
 
-    if name in EXPERTS:  # which have a torch implementation for CPUs, and none for no platform
-        vllm.platforms.current_platform = CpuPlatform()
+    # No GPU's, which a machine may have: its operators take no tensors of a CPU. Experts have a torch implementation
+    # for CPUs, and none for no platform.
+    vllm.platforms.current_platform = CpuPlatform() if name in EXPERTS else UnspecifiedPlatform()
     import mha2mla.serving.vllm_attention as attention
     from mha2mla.serving.plugin import register
 
