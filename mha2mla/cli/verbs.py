@@ -405,6 +405,7 @@ def warm_up(
     prompt: int = 256,
     max_sequences: int = 64,
     max_tokens: int = 2048,
+    tensor_parallel_size: int = 1,
     rotary_key_cache: RotaryKeyCache = None,
     device: Device = None,
     dtype: LoadedDtype = None,
@@ -422,6 +423,7 @@ def warm_up(
         prompt: tokens of their prompts.
         max_sequences: most sequences in a step of mha2mla generate.
         max_tokens: most tokens of a step of mha2mla generate or vLLM.
+        tensor_parallel_size: as of vLLM.
     """
     find_checkpoint(checkpoint, "checkpoint")
     announce(f"listing the kernels of {checkpoint}")
@@ -433,6 +435,7 @@ def warm_up(
     if rotary_key_cache is not None:
         config = config.with_options(rotary_key_cache=rotary_key_cache)
     sizes = {"prompt": prompt, "max_sequences": max_sequences, "max_tokens": max_tokens}
+    sizes["tensor_parallel_size"] = tensor_parallel_size
     counts = compile_kernels(config, place, weights_dtype or config.dtype, batches=batches or [1], **sizes)
     print("compiled: " + ", ".join(f"{count} for {use}" for use, count in counts.items()))
 

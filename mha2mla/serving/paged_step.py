@@ -20,11 +20,21 @@ import torch
 from torch import Tensor
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernels import FEWEST_EXPANDED, MAX_DECODE_QUERY_LENGTH, MAX_EXPANDED_BYTES, compile_ahead, expanded_tokens
+from mha2mla.kernels import (
+    FEWEST_EXPANDED,
+    MAX_DECODE_QUERY_LENGTH,
+    MAX_EXPANDED_BYTES,
+    compile_ahead,
+    decodes_codes,
+    expanded_tokens,
+)
+from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.batch import UniformBatch, uniform_length
 from mha2mla.modeling.cache_layout import PAGE_SIZE, latent_layout
+from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.registry import AttentionBackend, AttentionConstants
 from mha2mla.modeling.step import AttentionStep, CacheLayer, StepPlanner, with_one_workspace
+from mha2mla.modeling.tensor_parallel import HeadShard
 
 LayerKey = tuple[MLAGeometry, tuple[int | None, int]]
 SERVED_BY = "mla_paged"  # attention backend
@@ -44,6 +54,24 @@ def row_of(geometry: MLAGeometry, dtype: torch.dtype) -> Row:
     if geometry.has_codes or geometry.has_key_codes:
         return Row(latent_layout(geometry, PAGE_SIZE, dtype).bytes_per_token, torch.uint8)
     return Row(geometry.cache_numel_per_token, dtype)
+
+
+def codes_without_kernel(config: MHA2MLAConfig, dtype: torch.dtype, ranks: int, drafted: int) -> int | None:
+    """The first layer whose codes no kernel decodes for queries of ``dtype`` and one of ``ranks`` among which heads are
+    split; None: an engine's cache may hold the codes of all layers.
+
+    Args:
+        drafted: tokens of a speculation.
+    """
+    if not ATTENTION_BACKENDS.get(SERVED_BY).compiled:
+        return None
+    longest = min(1 + drafted, MAX_DECODE_QUERY_LENGTH)
+    for layer in range(config.num_hidden_layers):
+        geometry = HeadShard.of(config.cached_geometry(layer), 0, ranks).geometry
+        call = (geometry, PAGE_SIZE, dtype, torch.device("cuda"))
+        if geometry.has_codes and not all(decodes_codes(*call, length) for length in {1, longest}):
+            return layer
+    return None
 
 
 def cache_views(rows: Tensor, geometry: MLAGeometry, dtype: torch.dtype) -> dict[str, Tensor]:

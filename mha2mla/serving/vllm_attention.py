@@ -24,7 +24,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
-from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH, decodes_codes
+from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH
 from mha2mla.modeling.backends import ATTENTION_BACKENDS, rounded_latents
 from mha2mla.modeling.batch import token_places
 from mha2mla.modeling.cache_layout import PAGE_SIZE
@@ -324,20 +324,6 @@ class MLAParallelAttention(nn.Module, AttentionLayerBase):
             head_size_v=0,
             dtype=self.row.dtype,
         )
-
-
-def codes_without_kernel(config: MHA2MLAConfig, vllm_config: VllmConfig) -> int | None:
-    """The first layer whose codes no kernel decodes; None: vLLM's cache may hold the codes of all layers."""
-    if not ATTENTION_BACKENDS.get(SERVED_BY).compiled:
-        return None
-    size = vllm_config.parallel_config.tensor_parallel_size
-    longest = min(1 + vllm_config.num_speculative_tokens, MAX_DECODE_QUERY_LENGTH)
-    for layer in range(config.num_hidden_layers):
-        geometry = HeadShard.of(config.cached_geometry(layer), 0, size).geometry
-        call = (geometry, PAGE_SIZE, vllm_config.model_config.dtype, torch.device("cuda"))
-        if geometry.has_codes and not all(decodes_codes(*call, length) for length in {1, longest}):
-            return layer
-    return None
 
 
 def _columns(size: int, out: int, bias: bool, prefix: str) -> ColumnParallelLinear:

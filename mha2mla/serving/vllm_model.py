@@ -21,8 +21,9 @@ from vllm.sequence import IntermediateTensors
 
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.families import FAMILIES, Family
+from mha2mla.serving.paged_step import codes_without_kernel
 from mha2mla.serving.plugin import attention_name, expert_parts, placement
-from mha2mla.serving.vllm_attention import MLAParallelAttention, codes_without_kernel
+from mha2mla.serving.vllm_attention import MLAParallelAttention
 
 
 def family_of(config: MHA2MLAConfig) -> Family:
@@ -183,7 +184,8 @@ class VLLMForCausalLM(nn.Module):
                 f"quantization is {vllm_config.model_config.quantization!r}; expected none: quantised weights of"
                 " converted checkpoints are not served"
             )
-        if (layer := codes_without_kernel(config, vllm_config)) is not None:
+        ranks, drafted = vllm_config.parallel_config.tensor_parallel_size, vllm_config.num_speculative_tokens
+        if (layer := codes_without_kernel(config, vllm_config.model_config.dtype, ranks, drafted)) is not None:
             coded, geometry = config.cache_bytes_per_token(2), config.cached_geometry(layer)
             config.latent_bits = 16
             warnings.warn(

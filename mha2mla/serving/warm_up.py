@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,8 +15,10 @@ from mha2mla.loop.answering import served
 from mha2mla.modeling import MHA2MLAForCausalLM
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.captured import compile_steps
+from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.registry import AttentionConstants
-from mha2mla.serving.paged_step import SERVED_BY, compile_layer
+from mha2mla.modeling.tensor_parallel import HeadShard
+from mha2mla.serving.paged_step import SERVED_BY, codes_without_kernel, compile_layer
 from mha2mla.trial_models import random_model
 
 
@@ -28,6 +31,7 @@ def compile_kernels(
     prompt: int = 256,
     max_sequences: int = 64,
     max_tokens: int = 2048,
+    tensor_parallel_size: int = 1,
 ) -> dict[str, int]:
     """Compiles the kernels that a model launches in ``generate``, in a loop over ragged batches and in vLLM.
 
@@ -37,15 +41,17 @@ def compile_kernels(
         config: of a converted model or a source; a source has no kernels in ``generate`` and vLLM.
         batches, prompt: sequences of a ``generate``, and tokens of their prompts.
         max_sequences: of a step of a loop. max_tokens: of a step of a loop, or of vLLM.
+        tensor_parallel_size: processes among which vLLM splits the heads.
 
     Returns:
         By use, how many kernels TileLang's disk cache lacked.
 
     Raises:
-        ValueError: ``device`` is no CUDA device.
+        ValueError: ``device`` is no CUDA device, or so many processes cannot share the heads.
     """
     if device.type != "cuda":
         raise ValueError(f"device is {device}; expected a CUDA device: kernels are compiled for the GPU that runs them")
+    layers = engine_layers(config, dtype, tensor_parallel_size) if isinstance(config, MHA2MLAConfig) else []
     model, counts = random_model(config, device, dtype), {}
     if isinstance(model, MHA2MLAForCausalLM):
         counts["generate"] = sum(compile_steps(model, config, rows, prompt) for rows in batches)
@@ -54,10 +60,24 @@ def compile_kernels(
     if isinstance(model, MHA2MLAForCausalLM):
         longest, backend = config.max_position_embeddings, ATTENTION_BACKENDS.get(SERVED_BY)
         counts["vLLM"] = sum(
-            compile_layer(layer_tensors(layer, max_tokens, dtype, device), backend, layer, longest)
-            for layer in dict.fromkeys(config.attention_constants())
+            compile_layer(layer_tensors(layer, max_tokens, dtype, device), backend, layer, longest) for layer in layers
         )
     return counts
+
+
+def engine_layers(config: MHA2MLAConfig, dtype: torch.dtype, ranks: int) -> list[AttentionConstants]:
+    """What backends are told of the different layers in vLLM, with one rank's heads; its cache holds latents of
+    ``dtype`` where no kernel decodes their codes.
+
+    Raises:
+        ValueError: the ranks cannot share the heads.
+    """
+    if codes_without_kernel(config, dtype, ranks, drafted=0) is not None:
+        config = config.with_options(latent_bits=16)
+    layers = dict.fromkeys(config.attention_constants())
+    return list(
+        dict.fromkeys(replace(each, geometry=HeadShard.of(each.geometry, 0, ranks).geometry) for each in layers)
+    )
 
 
 def layer_tensors(

@@ -1,6 +1,7 @@
 """Another engine's steps over its own pages: plans, row layout, and the tokens of a model that calls them."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,13 +17,14 @@ from mha2mla.serving.paged_step import (
     EngineSteps,
     cache_views,
     calls_of,
+    codes_without_kernel,
     host_lengths,
     row_of,
     warm_up,
     warm_up_batches,
 )
-from mha2mla.serving.warm_up import layer_tensors
-from tests.modeling.models import mla_model
+from mha2mla.serving.warm_up import engine_layers, layer_tensors
+from tests.modeling.models import mla_config, mla_model
 
 PAGE = 4
 BACKEND = ATTENTION_BACKENDS.get("mla_reference")
@@ -181,3 +183,37 @@ def test_warm_up_runs_both_forms(case):
     assert {(batch, count) for kind, batch, count, _ in ran if kind is DecodePlan} >= {(1, 8), (4, 32), (32, 32)}
     mixed = [(batch, count) for kind, batch, count, _ in ran if kind is not DecodePlan]
     assert mixed == ([(38, 38), (19, 38), (9, 36), (4, 32), (1, 39)] if "codes" in case else [(2, tokens)])
+
+
+def test_codes_without_a_kernel_are_named():
+    """Those of 16-bit queries that a kernel decodes on a Hopper are held, others are not."""
+
+    def asked(bits, rank, dtype=torch.bfloat16):
+        def cached_geometry(layer):
+            return MLAGeometry(6, 1, rank[layer], 16, 16, 16, 2, latent_bits=bits[layer])
+
+        config = SimpleNamespace(num_hidden_layers=2, cached_geometry=cached_geometry)
+        return codes_without_kernel(config, dtype, ranks=2, drafted=3)
+
+    assert asked([4, 3], [64, 96]) is asked([16, 3], [40, 96]) is asked([16, 16], [40, 40]) is None
+    assert asked([4, 3], [64, 40]) == asked([4, 3], [64, 72]) == 1
+    assert asked([4, 3], [64, 96], torch.float32) == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_layers_that_are_compiled_ahead_are_a_ranks(ranks):
+    """Each of the different ones once, with codes only where vLLM's cache holds them: where all layers' are decoded."""
+
+    def found(rank, dtype=torch.bfloat16):
+        config = mla_config("latent", kv_lora_rank=rank, qk_rope_head_dim=16, qk_nope_head_dim=16, latent_bits=4)
+        layers = [each.geometry for each in engine_layers(config, dtype, ranks)]
+        assert {each.num_attention_heads for each in layers} == {6 // ranks}
+        return [(each.kv_lora_rank, each.latent_bits) for each in layers]
+
+    assert found([64, 96]) == [(64, 4), (96, 4)] and found([64, 64]) == [(64, 4)]
+    assert found([64, 40]) == [(64, 16), (40, 16)] and found([64, 64], torch.float32) == [(64, 16)]
+
+
+def test_ranks_that_cannot_share_the_heads_are_refused():
+    with pytest.raises(ValueError, match="tensor_parallel_size is 5; expected a divisor of the 6 query heads"):
+        engine_layers(mla_config("latent"), torch.bfloat16, 5)

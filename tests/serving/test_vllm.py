@@ -178,9 +178,10 @@ def steps_on_a_cpu(name: str, folder: str, rank: int, size: int) -> None:
     # for CPUs, and none for no platform.
     vllm.platforms.current_platform = CpuPlatform() if name in EXPERTS else UnspecifiedPlatform()
     import mha2mla.serving.vllm_attention as attention
+    from mha2mla.serving import paged_step
     from mha2mla.serving.plugin import register
 
-    attention.SERVED_BY = "mla_reference"  # the kernels' oracle
+    attention.SERVED_BY = paged_step.SERVED_BY = "mla_reference"  # the kernels' oracle
     register()
     torch.manual_seed(0)
     model = MODELS[name]()
@@ -267,24 +268,6 @@ def test_what_is_not_served_is_refused_by_name():
     assert not supports_lora(VLLMForCausalLM) and not supports_pp(VLLMForCausalLM)  # so vLLM refuses them
     with pytest.raises(ValueError, match="quantization is 'fp8'; expected none"):
         VLLMForCausalLM(vllm_config=asked("auto", quantized=object()))
-
-
-def test_codes_without_a_kernel_are_named():
-    """Those of 16-bit queries that a kernel decodes on a Hopper are held, others are not."""
-    from mha2mla.serving.vllm_attention import codes_without_kernel
-
-    def asked(bits, rank, dtype=torch.bfloat16):
-        keys = {"num_attention_heads": 6, "num_hidden_layers": 2}
-        keys |= {
-            "cached_geometry": lambda layer: MLAGeometry(6, 1, rank[layer], 16, 16, 16, 2, latent_bits=bits[layer])
-        }
-        engine = SimpleNamespace(num_speculative_tokens=3, model_config=SimpleNamespace(dtype=dtype))
-        engine.parallel_config = SimpleNamespace(tensor_parallel_size=2)
-        return codes_without_kernel(SimpleNamespace(**keys), engine)
-
-    assert asked([4, 3], [64, 96]) is asked([16, 3], [40, 96]) is asked([16, 16], [40, 40]) is None
-    assert asked([4, 3], [64, 40]) == asked([4, 3], [64, 72]) == 1
-    assert asked([4, 3], [64, 96], torch.float32) == 0
 
 
 def test_long_drafts_are_not_captured():
