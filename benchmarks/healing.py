@@ -53,7 +53,7 @@ from mha2mla.eval.quantized_caches import KVCodes
 from mha2mla.files import atomic_write
 from mha2mla.healing.distillation import Distillation
 from mha2mla.healing.memory import fit_memory
-from mha2mla.healing.rate import RATES, first_steps, rate_of_little_harm
+from mha2mla.healing.rate import RATES, first_steps, measured_rate, said_of
 from mha2mla.healing.run import device_use
 from mha2mla.healing.settings import DEFAULT_TEXT, PRESETS, Optimizer, Settings, Trained
 from mha2mla.healing.student import ATTENTION, load_models, prepare_models
@@ -379,7 +379,7 @@ def first_step(
     converted: str,
     text: str = DEFAULT_TEXT,
     train: Trained = "attention",
-    optimizer: Optimizer = "muon",
+    optimizer: Optimizer = "orthogonal",
     tokens: int = 1 << 16,
     text_tokens: int = 8_000_000,
     length: int = 1024,
@@ -417,7 +417,7 @@ def first_step(
     )
     for row in rows:
         table.add({"train": train, **row, "change": row["held_out_kl"] - rows[0]["held_out_kl"]})
-    print(f"rate at which a first step adds a twentieth to the KL: {rate_of_little_harm(rows):.3g}")
+    print(f"rate: {measured_rate(rows):.3g}, {said_of(rows)}")
     return table.show("KL on held-out windows after one step", ("train", "rate", "held_out_kl", "change"))
 
 

@@ -1,4 +1,4 @@
-"""Optimizers of healing: AdamW, and Muon, whose steps are as large in every direction of a weight matrix."""
+"""Optimizers of healing: averages of orthogonalised gradients, large where gradients agree; Muon; AdamW."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mha2mla.healing.settings import Optimizer, Settings
 from mha2mla.healing.student import parameter_groups, sharded_as, whole
 
 BETAS, EPSILON = (0.9, 0.95), 1e-8  # AdamW's
-MOMENTUM = 0.95  # Muon's
+MOMENTUM = 0.95  # of averages of matrices
 # Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024): five steps of this polynomial bring
 # singular values from 0.002 to 1 between 0.7 and 1.2.
 _ITERATIONS, _POLYNOMIAL = 5, (3.4445, -4.7750, 2.0315)
@@ -26,23 +26,23 @@ _AT_ONCE = 1 << 26
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the rate of an optimizer is chosen and how it falls.
+    """How the rate of an optimizer falls.
 
     Attributes:
-        share: of the rate at which a first step does little harm.
         decay: share of the steps in which the rate falls to 0, at most all that follow the warm-up.
         shape: of the fall, as transformers' ``decay_type``.
     """
 
-    share: float
     decay: float
     shape: str
 
 
-# Where gradients are noise a step of AdamW is a fourth of its first, and Muon's is as large: so Muon starts lower, and
-# nearly all that it gains it gains while the rate falls.
 SCHEDULES: Mapping[Optimizer, Schedule] = MappingProxyType(
-    {"muon": Schedule(share=0.5, decay=1.0, shape="linear"), "adamw": Schedule(share=1.0, decay=0.2, shape="1-sqrt")}
+    {
+        "orthogonal": Schedule(decay=1.0, shape="linear"),
+        "muon": Schedule(decay=1.0, shape="linear"),
+        "adamw": Schedule(decay=0.2, shape="1-sqrt"),
+    }
 )
 
 
@@ -67,7 +67,7 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     return wide.reshape(matrices.shape).float()
 
 
-def muon_direction(gradient: Tensor) -> Tensor:
+def orthogonal_direction(gradient: Tensor) -> Tensor:
     """The orthogonalised gradient [..., rows, columns], its elements' root mean square about 1 at full rank."""
     return orthogonalise(gradient).mul_(math.sqrt(max(gradient.shape[-2:])))
 
@@ -83,18 +83,25 @@ def _alike(weights: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         yield from (same[start : start + count] for start in range(0, len(same), count))
 
 
-class Muon(torch.optim.Optimizer):
-    """Muon with Nesterov's momentum for groups that say ``matrices``, by matrix or head; AdamW for the others. No
-    weight decay.
+class Orthogonal(torch.optim.Optimizer):
+    """Averages of orthogonalised gradients for groups that say ``matrices``, by matrix or head; AdamW for the others.
+    No weight decay.
+
+    An orthogonalised gradient has one size in all of its directions. In the average (Tuddenham et al., arXiv
+    2202.07052) those on which the gradients of some twenty steps agree keep it, and noise has a sixth of it,
+    √((1 - m) / (1 + m)) for m = :data:`MOMENTUM`. Muon orthogonalises the average, with Nesterov's momentum, and so
+    moves by noise as far as by what gradients agree on.
 
     Sharded weights are gathered: every process makes the whole step and keeps its part.
 
     Args:
         groups: of parameters, with ``lr``, what a step changes an element by, and ``matrices``.
+        muon: orthogonalises the average in place of averaging what is orthogonalised.
     """
 
-    def __init__(self, groups: list[dict[str, Any]]) -> None:
+    def __init__(self, groups: list[dict[str, Any]], *, muon: bool = False) -> None:
         super().__init__(groups, {})
+        self._muon = muon
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -110,14 +117,25 @@ class Muon(torch.optim.Optimizer):
 
     def _of_matrices(self, weights: list[Tensor]) -> Iterator[Tensor]:
         """Directions of weights of one shape."""
-        ahead = []
-        for weight in weights:
-            state = self.state[weight]
-            if not state:
-                state["momentum"] = torch.zeros_like(weight.grad)
-            ahead.append(weight.grad.lerp(state["momentum"].lerp_(weight.grad, 1 - MOMENTUM), MOMENTUM))
-        made = muon_direction(torch.stack([whole(each) for each in ahead]))
-        yield from (sharded_as(each, direction) for each, direction in zip(ahead, made, strict=True))
+        gradients = [weight.grad for weight in weights]
+        averages = [self._average(weight) for weight in weights]
+        if self._muon:
+            pairs = zip(gradients, averages, strict=True)
+            gradients = [grad.lerp(average.lerp_(grad, 1 - MOMENTUM), MOMENTUM) for grad, average in pairs]
+        made = orthogonal_direction(torch.stack([whole(each) for each in gradients]))
+        for weight, average, direction in zip(weights, averages, made, strict=True):
+            direction = sharded_as(weight.grad, direction)
+            if self._muon:
+                yield direction
+            else:
+                yield average.lerp_(direction, 1 - MOMENTUM) / (1 - MOMENTUM ** self.state[weight]["step"].item())
+
+    def _average(self, weight: Tensor) -> Tensor:
+        state = self.state[weight]
+        if not state:
+            state |= {"average": torch.zeros_like(weight.grad), "step": torch.zeros(())}
+        state["step"] += 1
+        return state["average"]
 
     @staticmethod
     def _of_elements(gradient: Tensor, state: dict[str, Tensor]) -> Tensor:
@@ -132,7 +150,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def matrices_of(student: nn.Module) -> set[int]:
-    """Ids of the weights that Muon moves as matrices: of two dimensions and more, but for embeddings, whose gradients
+    """Ids of the weights that move as matrices: of two dimensions and more, but for embeddings, whose gradients
     are of few words."""
     words = {id(each.weight) for each in (student.get_input_embeddings(), student.get_output_embeddings())}
     return {id(each) for each in student.parameters() if each.ndim > 1 and id(each) not in words}
@@ -150,14 +168,14 @@ def make_optimizer(student: nn.Module, settings: Settings) -> torch.optim.Optimi
         for chosen in (True, False):
             found = [each for each in group["params"] if (id(each) in matrices) is chosen]
             parts += [{**group, "params": found, "matrices": chosen}] if found else []
-    return Muon(parts)
+    return Orthogonal(parts, muon=settings.optimizer == "muon")
 
 
 def first_directions(student: nn.Module, settings: Settings) -> list[tuple[Tensor, Tensor]]:
     """Trained weights that have a gradient, and what the optimizer's first step subtracts for a rate of 1."""
-    matrices = matrices_of(student) if settings.optimizer == "muon" else set()
+    matrices = matrices_of(student) if settings.optimizer != "adamw" else set()
     trained = [each for each in student.parameters() if each.grad is not None]
     found = [(each, each.grad / (each.grad.abs() + EPSILON)) for each in trained if id(each) not in matrices]
     for same in _alike(each for each in trained if id(each) in matrices):
-        found += zip(same, muon_direction(torch.stack([each.grad for each in same])), strict=True)
+        found += zip(same, orthogonal_direction(torch.stack([each.grad for each in same])), strict=True)
     return found

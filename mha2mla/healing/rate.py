@@ -1,4 +1,4 @@
-"""The rate that a conversion takes: the largest at which a first step of the optimizer hardly harms it."""
+"""The rate that a conversion takes: half of the largest at which a first step of the optimizer hardly harms it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch import Tensor
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.fit.repeatable import deterministic
 from mha2mla.healing.distillation import Distillation, warm_up
-from mha2mla.healing.optimizer import SCHEDULES, first_directions
-from mha2mla.healing.settings import Optimizer, Settings
+from mha2mla.healing.optimizer import first_directions
+from mha2mla.healing.settings import Settings
 from mha2mla.healing.training import passes
 
 RATES = tuple(1e-2 * 2.0**-halvings for halvings in range(20))  # tried from the largest on, down to 2e-8
 MAX_MEASURED = 1 << 15  # tokens
 HARM = 1 / 20  # of the KL: what a first step may add to it; 1 % is noise
+SHARE = 1 / 2  # of the rate of that step: others follow
 
 
 @deterministic(warn_only=True)  # the mode of train: in another one layers are compiled again
@@ -97,23 +98,16 @@ def _harm(rows: Sequence[dict[str, float]], row: dict[str, float]) -> float:
     return after / before - 1 if math.isfinite(after) and before > 0 else math.inf
 
 
-def measured_rate(rows: Sequence[dict[str, float]], optimizer: Optimizer) -> float:
-    """The rate to train at after :func:`first_steps` of that optimizer."""
-    return SCHEDULES[optimizer].share * rate_of_little_harm(rows)
-
-
-def said_of(rows: Sequence[dict[str, float]], optimizer: Optimizer) -> str:
+def said_of(rows: Sequence[dict[str, float]]) -> str:
     """Why :func:`measured_rate` is the rate that it is, behind its number."""
-    share = SCHEDULES[optimizer].share
-    times = "" if share == 1 else f"{share:g} times "
     if _harm(rows, rows[-1]) <= HARM:
-        return f"{times}the largest at which a first step adds at most a twentieth to the held-out KL"
-    return f"{times}the smallest that was tried: a first step at any adds more than a twentieth to the held-out KL"
+        return "half of the largest at which a first step adds at most a twentieth to the held-out KL"
+    return "half of the smallest that was tried: a first step at any adds more than a twentieth to the held-out KL"
 
 
-def rate_of_little_harm(rows: Sequence[dict[str, float]]) -> float:
-    """The largest rate whose step adds at most the share :data:`HARM` to the KL; between two that were tried by the
-    share's line over the rate's logarithm, and the smallest that was tried where every step adds more.
+def measured_rate(rows: Sequence[dict[str, float]]) -> float:
+    """:data:`SHARE` of the largest rate whose step adds at most the share :data:`HARM` to the KL; between two that were
+    tried by the harm's line over the rate's logarithm, and the smallest that was tried where every step adds more.
 
     Args:
         rows: of :func:`first_steps`, rates falling.
@@ -122,7 +116,7 @@ def rate_of_little_harm(rows: Sequence[dict[str, float]]) -> float:
     for row in rows[1:]:
         harm = _harm(rows, row)
         if harm <= HARM:
-            share = (HARM - harm) / (before - harm)  # 0 where the rate above has no number
-            return row["rate"] * (1.0 if larger is None else (larger / row["rate"]) ** share)
+            part = (HARM - harm) / (before - harm)  # 0 where the rate above has no number
+            return SHARE * row["rate"] * (1.0 if larger is None else (larger / row["rate"]) ** part)
         before, larger = harm, row["rate"]
-    return rows[-1]["rate"]
+    return SHARE * rows[-1]["rate"]

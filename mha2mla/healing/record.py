@@ -96,7 +96,7 @@ class HealingReport:
         by_window = ", ".join(
             f"{share:.0%} in windows of {length:,}" for length, share in text["distinct_4grams_by_window"].items()
         )
-        why = f", {said_of(self.first_steps, self.settings.optimizer)}" if self.first_steps else ""
+        why = f", {said_of(self.first_steps)}" if self.first_steps else ""
         limit = "" if self.flop_share is None else f", {self.flop_share:.1%} of the GPU's FLOP/s"
         worse = [
             f"KL {row['kl_before']:.3g} -> {row['kl_after']:.3g} on {row['text']} in windows of {row['length']:,}"

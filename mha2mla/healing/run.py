@@ -243,7 +243,7 @@ def heal(
                         weights=weights, held_out_weights=held_out_weights,
                     )
                 )  # fmt: skip
-                chosen = replace(chosen, rate=measured_rate(tried, chosen.optimizer))
+                chosen = replace(chosen, rate=measured_rate(tried))
             newest = processes.share(lambda: last_checkpoint(checkpoints))
             if newest and progress and processes.is_main:
                 announce(f"going on from {newest.name} of an interrupted run")

@@ -13,7 +13,7 @@ from mha2mla.conversion.calibration.texts import DIVERSE
 
 PresetName = Literal["quick", "standard", "long"]
 Trained = Literal["attention", "lora", "all"]
-Optimizer = Literal["muon", "adamw"]
+Optimizer = Literal["orthogonal", "muon", "adamw"]
 Keep = Literal["best", "last"]
 When = Literal["auto", "always", "never"]
 # By time: a laptop's GPU, one H200, a night. tokens_at_once is what a pass holds in memory.
@@ -47,10 +47,11 @@ class Settings:
         minutes: minutes of steps on this machine, whose speed is measured before and by the first twentieth of them;
             text, compilation and evaluations come on top. None: ``tokens`` alone.
         tokens: most tokens to train on, in whole steps; None: ``minutes`` alone.
-        optimizer: "muon", whose step of a weight matrix has one size in all of its directions, or "adamw".
+        optimizer: "orthogonal", whose step of a weight matrix is the average of orthogonalised gradients; "muon", the
+            orthogonalised average; or "adamw".
         train: "attention", "lora" (adapters of attention's projections, merged at the end), or "all" weights.
-        rate: learning rate; None: measured, the largest at which a first step adds at most a twentieth to the KL, for
-            Muon half of it.
+        rate: learning rate; None: measured, half of the largest at which a first step adds at most a twentieth to the
+            KL.
         latent_rate: learning rate of the maps to and from the latent, beside a given ``rate``; None: ``rate``.
         lora_rank: rank of an adapter, whose scale is 2.
         text_tokens: different tokens of text, at most; more training passes over them again.
@@ -84,7 +85,7 @@ class Settings:
     batch_tokens: int
     tokens_at_once: int
     tokens: int | None = None
-    optimizer: Optimizer = "muon"
+    optimizer: Optimizer = "orthogonal"
     train: Trained = "attention"
     rate: float | None = None
     latent_rate: float | None = None

@@ -91,7 +91,15 @@ def training_text(
     for part in parts:
         if len(part):
             by_length.setdefault(part.shape[1], []).append(part)
-    return TokenBlocks.of([torch.cat(same) for same in by_length.values()])
+    return TokenBlocks.of([_mixed(same, size) for same in by_length.values()])
+
+
+def _mixed(parts: list[Tensor], size: int) -> Tensor:
+    """Windows of all ``parts`` [windows, length], in blocks by their places within each part: the last few, which are
+    held out, are of every part."""
+    blocks = [part.reshape(-1, size // part.shape[1], part.shape[1]) for part in parts]
+    places = torch.cat([torch.arange(1, len(each) + 1) / len(each) for each in blocks])
+    return torch.cat(blocks)[places.argsort(stable=True)].flatten(0, 1)
 
 
 def _share(blocks: int, settings: Settings) -> tuple[int, int]:

@@ -1,10 +1,17 @@
-"""Muon's steps, by matrices, and AdamW's for what is no matrix."""
+"""Averages of orthogonalised gradients, by matrices, and AdamW's steps for what is no matrix."""
 
 import pytest
 import torch
 
 from mha2mla.healing import optimizer as optimizer_module
-from mha2mla.healing.optimizer import MOMENTUM, Muon, make_optimizer, matrices_of, muon_direction, orthogonalise
+from mha2mla.healing.optimizer import (
+    MOMENTUM,
+    Orthogonal,
+    make_optimizer,
+    matrices_of,
+    orthogonal_direction,
+    orthogonalise,
+)
 from mha2mla.healing.settings import Settings
 from mha2mla.healing.student import load_models
 from tests.ops import Calls
@@ -33,31 +40,53 @@ def test_directions_stay_and_sizes_become_one(shape, device):
 @pytest.mark.parametrize("factor", [1e-30, 1e-15, 1.0, 1e15, 1e30])
 def test_the_gradients_size_does_not_count(factor):
     given = random(12, 20)
-    found = muon_direction(given * factor)
-    torch.testing.assert_close(found, muon_direction(given))
+    found = orthogonal_direction(given * factor)
+    torch.testing.assert_close(found, orthogonal_direction(given))
     assert 0.8 < found.square().mean().sqrt() < 1.2
-    assert not muon_direction(torch.zeros(3, 4)).any()
-    assert muon_direction(given * 1e-44).isfinite().all()
+    assert not orthogonal_direction(torch.zeros(3, 4)).any()
+    assert orthogonal_direction(given * 1e-44).isfinite().all()
 
 
-def test_a_step_of_each_kind_is_the_plain_one():
+@pytest.mark.parametrize("muon", [False, True])
+def test_a_step_of_each_kind_is_the_plain_one(muon):
     matrix, vector = (torch.nn.Parameter(random(*shape)) for shape in ((6, 4), (5,)))
     beside = torch.nn.Parameter(vector.detach().clone())
-    optimizer = Muon([
+    optimizer = Orthogonal([
         {"params": [matrix], "lr": 1e-2, "matrices": True},
         {"params": [vector], "lr": 1e-3, "matrices": False},
-    ])  # fmt: skip
+    ], muon=muon)  # fmt: skip
     adamw = torch.optim.AdamW([beside], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    momentum, expected = torch.zeros(6, 4), matrix.detach().clone()
+    average, expected = torch.zeros(6, 4), matrix.detach().clone()
     for step in range(3):
         matrix.grad, vector.grad = random(6, 4, seed=step), random(5, seed=step)
         beside.grad = vector.grad.clone()
-        momentum = MOMENTUM * momentum + (1 - MOMENTUM) * matrix.grad
-        expected -= 1e-2 * muon_direction(MOMENTUM * momentum + (1 - MOMENTUM) * matrix.grad)
+        new = matrix.grad if muon else orthogonal_direction(matrix.grad)
+        average = MOMENTUM * average + (1 - MOMENTUM) * new
+        if muon:
+            expected -= 1e-2 * orthogonal_direction(MOMENTUM * average + (1 - MOMENTUM) * new)
+        else:
+            expected -= 1e-2 * average / (1 - MOMENTUM ** (step + 1))
         optimizer.step()
         adamw.step()
     torch.testing.assert_close(matrix.detach(), expected)
     torch.testing.assert_close(vector, beside)
+
+
+def test_steps_are_as_large_as_gradients_agree():
+    """Noise alone moves a weight a sixth as far as a gradient that stays; Muon's as far."""
+
+    def moved(gradients, **options):
+        weight = torch.nn.Parameter(torch.zeros(16, 16))
+        optimizer = Orthogonal([{"params": [weight], "lr": 1.0, "matrices": True}], **options)
+        for weight.grad in gradients:
+            before = weight.detach().clone()
+            optimizer.step()
+        return (weight.detach() - before).square().mean().sqrt().item()
+
+    noise, muons = (moved((random(16, 16, seed=step) for step in range(200)), muon=muon) for muon in (False, True))
+    agreed = moved(random(16, 16).clone() for _ in range(200))
+    assert 0.8 < agreed < 1.2 and 0.8 < muons < 1.2
+    assert noise / agreed == pytest.approx(((1 - MOMENTUM) / (1 + MOMENTUM)) ** 0.5, rel=0.15)
 
 
 @pytest.mark.parametrize("at_once", [1, 2 * 24, 1 << 26])
@@ -65,14 +94,14 @@ def test_matrices_of_one_shape_at_once_are_each_by_itself(at_once, monkeypatch):
     monkeypatch.setattr(optimizer_module, "_AT_ONCE", at_once)
     shapes = [(6, 4), (2, 3, 8), (6, 4), (4, 6), (6, 4), (6, 4)]
     weights = [torch.nn.Parameter(random(*shape)) for shape in shapes]
-    optimizer = Muon([{"params": weights, "lr": 1.0, "matrices": True}])
+    optimizer = Orthogonal([{"params": weights, "lr": 1.0, "matrices": True}])
     for seed, weight in enumerate(weights[:-1]):  # the last has no gradient
         weight.grad = random(*weight.shape, seed=seed)
     with Calls() as called:
         optimizer.step()
     assert called.names.count("aten::baddbmm") == 10 * {1: 5, 48: 4, 1 << 26: 3}[at_once]
     for weight, shape in zip(weights[:-1], shapes[:-1], strict=True):
-        torch.testing.assert_close(random(*shape) - weight.detach(), muon_direction((1 - MOMENTUM**2) * weight.grad))
+        torch.testing.assert_close(random(*shape) - weight.detach(), orthogonal_direction(weight.grad))
     assert torch.equal(weights[-1].detach(), random(6, 4))
 
 
@@ -86,7 +115,7 @@ def test_a_state_is_taken_up():
     def made():
         weights = [torch.nn.Parameter(random(6, 4)), torch.nn.Parameter(random(5))]
         groups = [{"params": [each], "lr": 1e-2, "matrices": each.ndim > 1} for each in weights]
-        return weights, Muon(groups)
+        return weights, Orthogonal(groups)
 
     weights, optimizer = made()
     steps(optimizer, weights, range(4))
@@ -102,7 +131,7 @@ def test_a_state_is_taken_up():
 
 @pytest.mark.parametrize("train", ["attention", "all"])
 def test_which_weights_are_matrices(train, folders):
-    settings = Settings.of("quick", optimizer="muon", train=train, **SETTINGS)
+    settings = Settings.of("quick", train=train, **SETTINGS)
     student = load_models(*folders, torch.device("cpu"), settings).student
     names = {id(each): name for name, each in student.named_parameters()}
     optimizer = make_optimizer(student, settings)
@@ -124,5 +153,5 @@ def test_adamw_is_torchs(folders):
 
 
 def test_another_one_is_refused():
-    with pytest.raises(ValueError, match="optimizer is 'moun'; expected one of 'muon', 'adamw'"):
-        Settings.of("quick", optimizer="moun")
+    with pytest.raises(ValueError, match="optimizer is 'adam'; expected one of 'orthogonal', 'muon', 'adamw'"):
+        Settings.of("quick", optimizer="adam")

@@ -81,7 +81,7 @@ def test_loss_falls_and_attention_alone_changes(folders, tmp_path):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_how_long_the_rate_falls(optimizer, folders, tmp_path):
-    """Of 20 steps the first warms up; then AdamW's rate falls in the last four, Muon's in all."""
+    """Of 20 steps the first warms up; then AdamW's rate falls in the last four, the default's in all."""
     report = heal(folders, tmp_path / "out", tokens=2560, rate=1e-3, optimizer=optimizer)
     shares = [row["rate"] / 1e-3 for row in report.trained.curve if "rate" in row]
     falling = [1 - step / 19 for step in range(19)]
@@ -647,8 +647,8 @@ def two_processes_train_as_one(folders, tmp_path, device, sharded, tolerance, **
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sharded", "optimizer"),
-    [(False, "adamw"), (True, "muon")],
-    ids=["data parallel, AdamW", "FSDP, Muon"],
+    [(False, "adamw"), (True, "orthogonal")],
+    ids=["data parallel, AdamW", "FSDP, orthogonal"],
 )
 def test_two_processes_train_as_one_with_twice_the_batch(sharded, optimizer, folders, tmp_path):
     """Over gloo, as ``accelerate launch`` and ``torchrun`` start it."""

@@ -91,6 +91,14 @@ def test_generated_and_named_text_share_the_tokens(source, tmp_path):
     assert sum(tuple(row) in rows for row in prose.tokens.tolist()) == len(prose) == len(blocks) / 2
 
 
+def test_both_are_held_out(source, tmp_path):
+    blocks = made(source, "generated+builtin:prose", tmp_path, tokens=100 * 64)
+    prose = {tuple(row) for row in made(source, "builtin:prose", tmp_path, tokens=50 * 64).tokens.tolist()}
+    _, held_out = text.hold_out(blocks)
+    assert held_out.lengths == (16,) * 4 + (64,)
+    assert [tuple(row) in prose for row in held_out.tokens[:4].tolist()] == [True, False] * 2
+
+
 def test_the_converted_model_writes_a_share(source, tmp_path):
     """Of the short windows, the first; kept apart from the source's text, which stays what it was."""
     tiny.convert(source.folder, tmp_path / "converted", {"layout": "latent", "cache_ratio": 0.25, **tiny.SHORT})
