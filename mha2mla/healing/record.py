@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mha2mla.checkpoints import CONFIG_FILE, CheckpointError, read_json
+from mha2mla.conversion.calibration.texts import DIVERSE, GENERATED
 from mha2mla.conversion.card import CARD_FILE, PLOT_FILE, RECORD_FILE
 from mha2mla.conversion.destination import ShardedWriter
 from mha2mla.conversion.source.files import FileIdentity, copy_files
@@ -104,6 +105,7 @@ class HealingReport:
             if row["kl_after"] > row["kl_before"]
         ]
         better = f"a rate below {self.settings.rate:.3g}" + ", or attention alone" * (self.settings.train == "all")
+        better += ", or documents of yours as half of the text" * (text["name"] in (DIVERSE, GENERATED))
         return {
             "perplexity": "; ".join(
                 f"{row['ratio_before']:.4f} -> {row['ratio_after']:.4f} x the source's on {row['text']} in windows of"

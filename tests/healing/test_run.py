@@ -1,5 +1,6 @@
 """Healing of tiny models: the loss falls, attention alone changes, and a run that was cut off ends as any other."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -316,6 +317,8 @@ def test_a_rate_too_large_keeps_the_conversion(folders, tmp_path):
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", folders[1]))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert report.lines()["better"] == "a rate below 1"
+    own = dataclasses.replace(report, text={**report.text, "name": "generated-diverse"})
+    assert own.lines()["better"] == "a rate below 1, or documents of yours as half of the text"
     last = heal(folders, tmp_path / "last", rate=1.0, tokens=256, keep="last", train="all")
     assert last.trained.kept_step == 2 and last.rows[0]["kl_after"] > last.rows[0]["kl_before"]
     assert last.lines()["better"] == "a rate below 1, or attention alone"
