@@ -423,7 +423,7 @@ def warm_up(
         prompt: tokens of their prompts.
         max_sequences: most sequences in a step of mha2mla generate.
         max_tokens: most tokens of a step of mha2mla generate or vLLM.
-        tensor_parallel_size: as of vLLM.
+        tensor_parallel_size: processes among which vLLM splits the heads.
     """
     find_checkpoint(checkpoint, "checkpoint")
     announce(f"listing the kernels of {checkpoint}")

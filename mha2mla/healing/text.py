@@ -96,9 +96,9 @@ def training_text(
 
 def _mixed(parts: list[Tensor], size: int) -> Tensor:
     """Windows of all ``parts`` [windows, length], in blocks by their places within each part: the last few, which are
-    held out, are of every part."""
+    held out, are of each part by its share, and of a part of few blocks none."""
     blocks = [part.reshape(-1, size // part.shape[1], part.shape[1]) for part in parts]
-    places = torch.cat([torch.arange(1, len(each) + 1) / len(each) for each in blocks])
+    places = torch.cat([(torch.arange(len(each)) + 0.5) / len(each) for each in blocks])
     return torch.cat(blocks)[places.argsort(stable=True)].flatten(0, 1)
 
 

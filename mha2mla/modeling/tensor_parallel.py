@@ -47,13 +47,13 @@ class HeadShard:
             ValueError: ``size`` does not divide the query heads, or would cut a group of them that shares a rotary key
                 or a map where it is not cut into equal parts.
         """
-        if not 0 <= rank < size:
-            raise ValueError(f"rank is {rank}; expected 0 to {size - 1}")
         heads = whole.num_attention_heads
-        if heads % size:
+        if size < 1 or heads % size:
             raise ValueError(
                 f"tensor_parallel_size is {size}; expected a divisor of the {heads} query heads of this checkpoint"
             )
+        if not 0 <= rank < size:
+            raise ValueError(f"rank is {rank}; expected 0 to {size - 1}")
         mine = heads // size
         rope = _groups("num_rope_heads", whole.num_rope_heads, heads, rank, size)
         up = _groups("num_up_projection_heads", whole.num_up_projection_heads, heads, rank, size)

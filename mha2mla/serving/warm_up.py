@@ -66,15 +66,15 @@ def compile_kernels(
 
 
 def engine_layers(config: MHA2MLAConfig, dtype: torch.dtype, ranks: int) -> list[AttentionConstants]:
-    """What backends are told of the different layers in vLLM, with one rank's heads; its cache holds latents of
-    ``dtype`` where no kernel decodes their codes.
+    """What backends are told of the different layers in vLLM, with one rank's heads and without speculation; its cache
+    holds latents of ``dtype`` where no kernel decodes their codes.
 
     Raises:
         ValueError: the ranks cannot share the heads.
     """
     if codes_without_kernel(config, dtype, ranks, drafted=0) is not None:
         config = config.with_options(latent_bits=16)
-    layers = dict.fromkeys(config.attention_constants())
+    layers = config.attention_constants()
     return list(
         dict.fromkeys(replace(each, geometry=HeadShard.of(each.geometry, 0, ranks).geometry) for each in layers)
     )

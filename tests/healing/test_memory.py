@@ -25,11 +25,11 @@ def pair(folders, **settings):
 def room_for(tokens, recomputed, models, tried):
     """What is said where a pass of so many tokens does not fit, with recomputed activations or without."""
 
-    def fits(distillation, settings):
+    def refusal(distillation, settings):
         tried.append(settings.pass_tokens)
         return None if settings.pass_tokens <= (recomputed if models.recomputes else tokens) else "full"
 
-    return fits
+    return refusal
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,14 @@ def test_both_are_held_out(source, tmp_path):
     assert [tuple(row) in prose for row in held_out.tokens[:4].tolist()] == [True, False] * 2
 
 
+def test_a_small_part_is_trained_on():
+    """Of twenty blocks beside one the last are held out, of the twenty."""
+    small, large = torch.zeros(4, 16), torch.ones(80, 16)
+    for parts in ([small, large], [large, small]):
+        blocks = text._mixed(parts, 64).view(-1, 64)
+        assert blocks[-5:].all() and blocks.mean(1).tolist().count(0.0) == 1
+
+
 def test_the_converted_model_writes_a_share(source, tmp_path):
     """Of the short windows, the first; kept apart from the source's text, which stays what it was."""
     tiny.convert(source.folder, tmp_path / "converted", {"layout": "latent", "cache_ratio": 0.25, **tiny.SHORT})
