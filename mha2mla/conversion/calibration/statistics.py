@@ -212,11 +212,11 @@ class StatisticsCollector:
             scores = query[:, :, rows] @ key[:, :, :seen].mT
             hidden = ~visible(position[rows], position[:seen], self.window)
             weight = torch.softmax(scores.masked_fill_(hidden, float("-inf")), -1)
+            share = stride * attended / _ATTENDED_STRIDE
             if self.attended:
-                share = stride * attended / _ATTENDED_STRIDE
                 self._add_attended(weight[:, :, ::attended], features[:, :seen], share)
             if self.distances:
-                self._add_distances(weight[:, :, ::attended].sum(0), range(seen)[rows][::attended], float(stride))
+                self._add_distances(weight[:, :, ::attended].sum(0), range(seen)[rows][::attended], share)
             if self.phases:
                 self._add_phases(weight, turns[:seen], cos[rows], sin[rows], float(stride))
 

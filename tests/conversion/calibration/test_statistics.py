@@ -78,6 +78,17 @@ def test_a_head_that_looks_nowhere_but_at_the_sink_looks_no_distance_back():
     assert torch.allclose(collector.finish().distances, layer.statistics.distances)
 
 
+def test_a_query_of_a_long_window_counts_as_much_as_one_of_a_short_window(monkeypatch):
+    """Of long windows fewer queries are looked at: here the eighth that is attended anyway."""
+    layer = Layer("llama")
+    every, few = (StatisticsCollector(layer.spec, layer.weights, window=None, distances=True) for _ in range(2))
+    for collector in every, few:
+        collector.add(layer.inputs.repeat(1, 4, 1)[:, :128])
+        monkeypatch.setattr("mha2mla.conversion.calibration.statistics._QUERIES", 16)
+        collector.add(layer.inputs[:, :16])
+    assert torch.allclose(few.finish().distances, every.finish().distances)
+
+
 def test_distances_cost_few_operations_a_query():
     """Each is a launch on a GPU, where there are a thousand queries in a layer."""
     layer = Layer("llama")
