@@ -33,6 +33,7 @@ WARM_UP = 0.03  # share of the steps
 _LOGS = 200
 _TIMED = 3  # passes
 _FEWEST_TIMED = 10  # steps
+_HARDLY_FEWER = 0.98  # of the steps: no reason to leave some
 _COMPLETE, _PLANNED = "complete.json", "planned_steps"
 
 
@@ -126,23 +127,27 @@ class _Clock(TrainerCallback):
 
 
 class _Minutes(TrainerCallback):
-    """Fewer steps where the first twentieth of them took longer than planned: so the rate falls to its end in time.
-    Decided once; a row of the history says what was, for a run that goes on."""
+    """Fewer steps where a twentieth of them takes longer than was planned, as when other work begins on the machine: so
+    the rate falls to its end in time. Rows of the history say what was decided, for a run that goes on."""
 
     def __init__(self, settings: Settings, clock: _Clock, show: bool) -> None:
-        self._settings, self._clock, self._show, self._at = settings, clock, show, 0
+        self._settings, self._clock, self._show = settings, clock, show
+        self._every, self._timed = 1, (0, 0.0)  # steps between decisions; step and seconds of the last one
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if _planned(state) is None:
-            self._at = max(_FEWEST_TIMED, math.ceil(state.max_steps / 20))
+        self._every = max(_FEWEST_TIMED, math.ceil(state.max_steps / 20))
+        self._timed = state.global_step, self._clock.seconds
 
     def on_step_end(self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **_: Any) -> None:
-        if state.global_step != self._at:
+        step, seconds = self._timed
+        made = state.global_step - step
+        if made < self._every or state.global_step >= state.max_steps:
             return
+        self._timed = state.global_step, self._clock.seconds
         left = 60 * self._settings.minutes - self._clock.seconds
-        steps = state.global_step + max(1, int(left / self._clock.seconds * state.global_step))
+        steps = state.global_step + max(1, int(left / (self._clock.seconds - seconds) * made))
         steps = int(broadcast(torch.tensor(steps, device=args.device)))  # each process has a clock of its own
-        if steps >= state.max_steps:
+        if steps >= _HARDLY_FEWER * state.max_steps:
             return
         if self._show and state.is_world_process_zero:
             announce(f"{steps:,} steps in place of {state.max_steps:,}: they take longer than was planned")
@@ -159,7 +164,7 @@ class _Minutes(TrainerCallback):
 
 def _planned(state: TrainerState) -> int | None:
     """Steps that :class:`_Minutes` has left of a run."""
-    return next((row[_PLANNED] for row in state.log_history if _PLANNED in row), None)
+    return next((row[_PLANNED] for row in reversed(state.log_history) if _PLANNED in row), None)
 
 
 class _Log(TrainerCallback):
@@ -355,7 +360,7 @@ def train(
 
     Args:
         tokens: to train on at most, in whole steps; at least one step is made. Of ``settings.minutes`` fewer where
-            the first twentieth of the steps takes longer than was planned.
+            a twentieth of the steps takes longer than was planned.
         folder: of the checkpoints: trained weights, the optimizer's state, random states.
         going_on: the checkpoint there to go on from (:func:`last_checkpoint`).
         weights, held_out_weights: [blocks, size] of the tokens' losses, each of mean 1; None: ones.

@@ -284,6 +284,15 @@ def test_fewer_steps_where_minutes_are_short(folders, tmp_path, monkeypatch, cap
     assert files(tmp_path / "out")["model.safetensors"] == files(tmp_path / "whole")["model.safetensors"]
 
 
+def test_fewer_steps_where_the_machine_gets_busier(folders, tmp_path, monkeypatch):
+    """Ten steps take a second each, all others two: after twenty, 10 of the 40 s are left."""
+    now, stepped = [0.0], Steps(monkeypatch)
+    monkeypatch.setattr(training, "_now", lambda _: now.__setitem__(0, now[0] + 1 + (stepped.calls > 20)) or now[0])
+    monkeypatch.setattr(run, "tokens_in", lambda *_: 40 * 128)
+    trained = heal(folders, tmp_path / "out", tokens=None, minutes=40 / 60, rate=1e-3, evaluations=5).trained
+    assert (trained.steps, trained.tokens) == (25, 25 * 128)
+
+
 def test_other_settings_do_not_go_on(folders, tmp_path, monkeypatch, capsys):
     def interrupt():
         raise KeyboardInterrupt
