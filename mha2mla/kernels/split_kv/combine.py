@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernels.machine import SMALL_PASS_CONFIGS, Machine, compile_for, compiled_once, compiler
-from mha2mla.kernels.ops import aligned, dtype_name
+from mha2mla.kernels.ops import aligned, dtype_name, on_device
 from mha2mla.kernels.ops import capability as capability_of
 from mha2mla.kernels.split_kv.choice import MAX_SPLITS
 from mha2mla.kernels.split_kv.device import LN2, LOG2E, MASKED
@@ -302,6 +302,6 @@ def launch_attention_combine(
     if num_splits is None:
         num_splits = torch.full((batch,), splits, dtype=torch.int32, device=out.device)
     dtypes = {"partial_dtype": dtype_name(partial_out.dtype), "dtype": dtype_name(out.dtype)}
-    with torch.cuda.device(out.device):
+    with on_device(out.device):
         kernel = compile_attention_combine(capability_of(out.device), v_head_dim=out.shape[-1], **dtypes)
         kernel(aligned(partial_out), partial_lse.contiguous(), num_splits.contiguous(), out, lse)
