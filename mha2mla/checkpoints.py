@@ -154,7 +154,7 @@ def find_checkpoint(checkpoint: str | os.PathLike[str], name: str) -> str:
     path = Path(text).expanduser()
     if path.is_dir():
         if not (path / CONFIG_FILE).is_file():
-            raise FileNotFoundError(f"{name} is {text!r:.200}, a folder without config.json; expected a checkpoint")
+            raise FileNotFoundError(f"{name} is {text!r:.200}, a folder without config.json; {_what_is_there(path)}")
         return str(path)
     if path.exists() or text.startswith((".", "/", "~")) or text.endswith("/") or text.count("/") > 1:
         raise FileNotFoundError(f"{name} is {text!r:.200}; expected an existing checkpoint folder, or a hub id")
@@ -210,13 +210,30 @@ def find_pair(source: str | os.PathLike[str], converted: str | os.PathLike[str])
         )
 
 
+def _what_is_there(folder: Path) -> str:
+    """What to give in place of a folder without a config, by the files in it."""
+    if found := sorted(path.name for path in folder.glob("*.gguf")):
+        return f"{found[0]} is not read: expected the safetensors checkpoint that it was made from"
+    if (folder / "adapter_config.json").is_file():
+        return "it holds an adapter: expected a whole checkpoint (merge_and_unload, then save_pretrained)"
+    below = [path.parent for pattern in ("*/", "snapshots/*/") for path in folder.glob(pattern + CONFIG_FILE)]
+    return "expected a checkpoint" + "".join(f"; did you mean {str(path)!r:.200}?" for path in below[:1])
+
+
 def _ask_the_hub(hub_id: str, not_here: str) -> None:
     from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     try:
         if not isinstance(try_to_load_from_cache(hub_id, CONFIG_FILE), str):
-            HfApi().model_info(hub_id, timeout=HUB_TIMEOUT)
+            info = HfApi().model_info(hub_id, timeout=HUB_TIMEOUT)
+            if getattr(info, "gated", False):  # everyone sees that it is there; its files need access
+                HfApi().auth_check(hub_id)
+    except GatedRepoError as error:
+        page = f"{HfApi().endpoint}/{hub_id}"
+        raise FileNotFoundError(
+            f"{not_here}, and the hub gates it: accept its terms at {page}, then log in (hf auth login, or HF_TOKEN)"
+        ) from error
     except HFValidationError as error:
         raise FileNotFoundError(f"{not_here} and no hub id; expected a checkpoint folder, or OWNER/NAME") from error
     except RepositoryNotFoundError as error:

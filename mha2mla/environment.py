@@ -131,6 +131,9 @@ def compute_device(device: str | torch.device | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         target = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device is {str(device)!r:.80}; expected cpu, cuda or a GPU by number, cuda:1") from error
+    try:
         torch.empty(0, device=target)
     except (RuntimeError, AssertionError, TypeError) as error:
         raise ValueError(f"device is {str(device)!r:.80}, which cannot be used here: {error}") from error

@@ -4,6 +4,7 @@ import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import transformers
@@ -61,6 +62,23 @@ def test_a_mistake_is_one_line_and_exit_code_2(argv, message, tmp_path, monkeypa
     done = command(*argv.split())
     (line,) = done.stderr.splitlines()
     assert done.returncode == 2 and line.startswith("mha2mla: error: ") and message in line
+
+
+@pytest.mark.parametrize("verb", ["convert", "chat"])
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("llama.Q4_K_M.gguf", "config.json; llama.Q4_K_M.gguf is not read: expected the safetensors checkpoint"),
+        ("adapter_config.json", "config.json; it holds an adapter: expected a whole checkpoint"),
+        ("snapshots/1a2b/config.json", "config.json; expected a checkpoint; did you mean 'folder/snapshots/1a2b'?"),
+    ],
+)
+def test_a_folder_without_config_says_what_it_is(verb, file, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (Path("folder") / file).parent.mkdir(parents=True)
+    (Path("folder") / file).touch()
+    assert run(verb, "folder", *["out"] * (verb == "convert")) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", [["inspect"], ["export"], ["eval", "latency"]], ids=" ".join)
@@ -174,6 +192,22 @@ def test_a_hub_id_needs_no_owner(monkeypatch):
     monkeypatch.undo()
     with pytest.raises(FileNotFoundError, match="source is 'a b', which is no folder here and no hub id"):
         find_checkpoint("a b", "source")
+
+
+@pytest.mark.parametrize("call", ["model_info", "auth_check"])
+def test_a_gated_model_names_page_and_login(call, monkeypatch):
+    """Without access the hub shows such a model, but none of its files."""
+    import huggingface_hub
+    from huggingface_hub.errors import GatedRepoError
+
+    def refuse(self, name, **_):
+        raise GatedRepoError("restricted", response=SimpleNamespace(headers={}, request=None))
+
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: None)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, name, **_: SimpleNamespace(gated="manual"))
+    monkeypatch.setattr(huggingface_hub.HfApi, call, refuse)
+    with pytest.raises(FileNotFoundError, match=r"gates it: accept its terms at https://\S+/a/llama, then log in"):
+        find_checkpoint("a/llama", "source")
 
 
 def test_messages_name_flags(tiny_source, tiny_converted, capsys):

@@ -28,6 +28,7 @@ from mha2mla.checkpoints import CheckpointError, NamedError, regular_file
 # safetensors' names of the dtypes that weights may have; others are quantised, or no numbers.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 FREQUENCIES = ".self_attn.inv_freq"  # tensors of a converted layer
+LFS_POINTER = b"version https://git-lfs"  # how such a file begins
 UNREAD = ("rotary_emb.inv_freq", ".latent_centers")  # computed; of codes, where latents are read in 16 bits
 
 
@@ -72,7 +73,18 @@ def open_shard(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
+        if _is_lfs_pointer(path):
+            reason = "is a pointer of Git LFS, not the weights: git lfs pull, or hf download"
+            raise CheckpointError(f"shard {path} {reason}") from error
         raise CheckpointError(f"shard {path} is truncated or damaged: {error}") from error
+
+
+def _is_lfs_pointer(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(LFS_POINTER)) == LFS_POINTER
+    except OSError:
+        return False
 
 
 def check_loaded_files(model: PreTrainedModel, folder: str | None, files: Sequence[str]) -> None:

@@ -95,6 +95,7 @@ def latent_tensors(geometry: MLAGeometry, tensors: Mapping[str, torch.Tensor]) -
 
 
 EVALUATION_LENGTH = 512
+ANOTHER_SIZE = "for another size convert the checkpoint that it was made from"
 MADE = "moved, exactly, into the layout that caches the latent alone"
 
 
@@ -108,12 +109,14 @@ def change_layout(arguments: Arguments, folder: Path, started: float) -> Convers
         UnsupportedSourceError: nothing rotary is cached as it is.
         CheckpointError, SourceChangedError, DestinationError, ResumeError, ParityError: as ``convert``.
     """
+    opened = open_converted(folder)
+    if not opened.config.has_rope_cache:
+        raise UnsupportedSourceError(
+            f"source {str(folder)!r} is converted already, to the layout 'latent'; {ANOTHER_SIZE}"
+        )
     _check_recipe(arguments)
     device = compute_device(arguments.device)
     check_destination(arguments.destination, folder, overwrite=arguments.overwrite)
-    opened = open_converted(folder)
-    if not opened.config.has_rope_cache:
-        raise UnsupportedSourceError(f"source {str(folder)!r} is in the layout 'latent' already; nothing is to be done")
     model = opened.model(device, arguments.compute_dtype)
     before, config = opened.config, latent_config(opened.config)
     config.recipe = {**(before.recipe or {}), "layout_changed_to": "latent"}
@@ -152,7 +155,8 @@ def change_layout(arguments: Arguments, folder: Path, started: float) -> Convers
 
 def _check_recipe(arguments: Arguments) -> None:
     recipe = arguments.recipe
-    why = f"source {str(arguments.source)!r} is converted already, and can only change to the layout latent"
+    source = str(arguments.source)
+    why = f"source {source!r} is converted already, and can only change to the layout latent; {ANOTHER_SIZE}"
     if isinstance(recipe, Recipe):
         raise ValueError(f"recipe is a {type(recipe).__name__}; expected the mapping {{'layout': 'latent'}}: {why}")
     if recipe["preset"] != AUTO:

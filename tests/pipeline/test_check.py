@@ -52,7 +52,7 @@ def test_a_bad_source_is_named_and_leaves_nothing(damage, tmp_path):
         ({"evaluation": "SHORT"}, "evaluation .*at least one window"),
         ({"evaluation": "LATIN"}, "evaluation .*is not UTF-8"),
         ({"device": "cuda:77"}, "device is 'cuda:77'"),
-        ({"device": "gpu"}, "device is 'gpu'"),
+        ({"device": "gpu"}, "device is 'gpu'; expected cpu, cuda or"),
         ({"device": [0]}, r"device is '\[0\]'"),
         ({"dtype": torch.int8}, "dtype is torch.int8"),
         ({"recipe": ["layout"]}, "recipe is a list; expected a Recipe or a mapping of its keys"),

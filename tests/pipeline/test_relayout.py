@@ -133,8 +133,9 @@ def test_whatever_loses_something_is_refused_by_name(converted, tmp_path, recipe
 
 def test_what_is_there_already_is_refused(converted, tmp_path):
     convert(converted, tmp_path / "out", LATENT)
-    with pytest.raises(UnsupportedSourceError, match="is in the layout 'latent' already"):
-        convert(tmp_path / "out", tmp_path / "again", LATENT)
+    for recipe in (LATENT, {"cache_ratio": 0.25}, None):
+        with pytest.raises(UnsupportedSourceError, match="to the layout 'latent'; for another size convert the check"):
+            convert(tmp_path / "out", tmp_path / "again", recipe)
     with pytest.raises(DestinationError, match="exists"):
         convert(converted, tmp_path / "out", LATENT)
     convert(converted, tmp_path / "out", LATENT, overwrite=True)

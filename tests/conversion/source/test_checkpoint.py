@@ -84,6 +84,9 @@ def shard_that_is_a_pipe(folder):
     os.mkfifo(folder / "two.safetensors")
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n"
+
+
 def remove_all(folder):
     for path in folder.iterdir():
         path.unlink()
@@ -103,6 +106,7 @@ def rewrite(name, change):
     [
         (lambda folder: (folder / "two.safetensors").unlink(), "two.safetensors is missing"),
         (rewrite("one.safetensors", lambda content: content[:-4]), "one.safetensors is truncated or damaged"),
+        (rewrite("one.safetensors", lambda content: POINTER), "one.safetensors is a pointer of Git LFS"),
         (rewrite("one.safetensors", lambda content: b""), "one.safetensors is truncated or damaged"),
         (
             lambda folder: write_index(folder, {"a": "one.safetensors", "d": "two.safetensors"}),
