@@ -7,10 +7,12 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -253,6 +255,23 @@ def forgiving_streams() -> Iterator[ForgivingStream]:
         finally:
             for stream in (sys.stdout, sys.stderr):
                 _empty(stream, nowhere)
+
+
+@contextmanager
+def short_warnings() -> Iterator[None]:
+    """Shows a warning of this package as one line, without the place in the code; others as they are."""
+    own, usual = str(Path(__file__).parent), warnings.formatwarning
+
+    def one_line(message: Any, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+        if filename.startswith(own) or category.__module__.startswith("mha2mla."):
+            return f"mha2mla: warning: {message}\n"
+        return usual(message, category, filename, lineno, line)
+
+    warnings.formatwarning = one_line
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def _empty(stream: TextIO | None, nowhere: TextIO) -> None:

@@ -50,6 +50,8 @@ def test_latency_says_which_models_it_wants(arguments, message, capsys):
         ("convert a b --preset fast", "preset is 'fast'; expected one of 'auto', 'minimal', "),
         ("convert a b --layout shraed", "'latent'; did you mean 'shared'?"),
         ("convert a b --ratio 0.5", "Unknown option: --ratio. Did you mean --cache-ratio?"),
+        ("convrt --help", 'Unknown command "convrt". Did you mean "convert"?'),
+        ("eval qualty -h", 'Unknown command "qualty". Did you mean "quality"?'),
         ("help convrt", 'Unknown command "convrt". Did you mean "convert"?'),
         ("convert a b --calibration.text nosuch.txt", "text 'nosuch.txt' is no file; expected a file, builtin:pydoc,"),
         ("convert a b --calibration.text builtin:opticks+builtin:stdlb", "did you mean 'builtin:stdlib'?"),

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -192,3 +193,13 @@ def test_a_bar_beats_where_a_stage_is_silent(monkeypatch):
             pass
     with terminal.whole_bar("converting", show=False) as bar, terminal.waiting("compiling", show=False):
         assert bar is False
+
+
+def test_a_warning_is_one_line_without_its_place():
+    own, usual = str(Path(terminal.__file__).with_name("model.py")), warnings.formatwarning
+    with terminal.short_warnings():
+        line = warnings.formatwarning("a sequence of 65 tokens", UserWarning, own, 465)
+        other = warnings.formatwarning("old", DeprecationWarning, "/somewhere/else.py", 3)
+    assert line == "mha2mla: warning: a sequence of 65 tokens\n"
+    assert other == "/somewhere/else.py:3: DeprecationWarning: old\n"
+    assert warnings.formatwarning is usual

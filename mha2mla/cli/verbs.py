@@ -46,11 +46,12 @@ from mha2mla.environment import (
 from mha2mla.files import CURVE, output_file, report, report_file, write_output
 from mha2mla.healing import settings as healing
 from mha2mla.prompts import ANSWERS, Answers, checkpoint_digest, read_prompts
-from mha2mla.terminal import announce, forgiving_streams
+from mha2mla.terminal import announce, forgiving_streams, short_warnings
 
 # Errors that a user can correct: bad arguments, missing files, an extra that is not installed. Any other error is a
 # fault of this package and keeps its traceback.
 USER_ERRORS = (ValueError, OSError, ImportError)
+HELP = {"--help", "-h"}
 CHAT_HELP = "/new begins a new conversation; /exit or an empty line ends; /help shows this line."
 app = App(
     name="mha2mla",
@@ -482,10 +483,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == ["help"]:  # mha2mla help convert
-        _, groups, unknown = app.parse_commands(words[1:])
-        misspelt = unknown and groups[-1].default_command is None
-        words = words[1:] if misspelt else [*words[1:], "--help"]
-    with forgiving_streams() as output:
+        words = [*words[1:], "--help"]
+    if HELP.intersection(words):
+        rest = [word for word in words if word not in HELP]
+        _, groups, unknown = app.parse_commands(rest)
+        if groups[-1].default_command is None and any(not word.startswith("-") for word in unknown[:1]):
+            words = rest  # a verb that is misspelt, which is then refused
+    with forgiving_streams() as output, short_warnings():
         try:
             status = app.meta(words, exit_on_error=False, print_error=False, result_action="return_value") or 0
         except CycloptsError as error:
