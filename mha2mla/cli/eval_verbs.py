@@ -51,7 +51,7 @@ def eval_quality(
         text: one or several of builtin:stdlib, builtin:licences, builtin:opticks (all three by default), builtin:prose,
             hf:DATASET[:CONFIG[:SPLIT[:COLUMN]]], or a file.
         lengths: tokens per window, joined by commas; "longest" is the most that both models take.
-        max_tokens: tokens of each text to read at most.
+        max_tokens: tokens of each text to read at most, but a window of each length.
         kv_bits: also measure the source over a quantised KV cache, keys by channel and by token: bits of a code, joined
             by commas, such as 8,4,3,2.
         latent_bits: also measure the converted model over quantised latents, in a basis computed from builtin:pydoc:

@@ -305,6 +305,8 @@ def chat(
     for checkpoint in names.values():
         place, weights_dtype = _placement(checkpoint, device, dtype)
         loaded, tokenizer = load(checkpoint, device=place, dtype=weights_dtype)
+        if not tokenizer.chat_template:
+            announce(f"{checkpoint} has no chat template: it continues what you type")
         most = min(max_length, loaded.config.max_position_embeddings)
         # room for two conversations: one that runs, one that is remembered
         talks[checkpoint] = Conversation(loaded, tokenizer, sampling, max_length=most, num_pages=2 * -(-most // 64))

@@ -147,7 +147,9 @@ def test_chat_takes_commands(tiny_converted, capsys, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
     assert run("chat", tiny_converted, "--device", "cpu") == 0
     assert said == ["hello", "/etc/hosts is what?"] and len(cleared) == 1
-    assert capsys.readouterr().out.count("/exit or an empty line ends") == 3  # at the start, /help, a mistyped one
+    shown = capsys.readouterr()
+    assert shown.out.count("/exit or an empty line ends") == 3  # at the start, /help, a mistyped one
+    assert f"{tiny_converted} has no chat template: it continues what you type" in shown.err
 
 
 def test_an_interrupt_keeps_what_is_finished(tiny_converted, tmp_path):
