@@ -1,6 +1,7 @@
 """Flags, files and help: accepted words, their explanation, and no torch for either."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -102,6 +103,15 @@ def test_help_of_convert_lists_allowed_values(capsys, wide):
         assert f"{flag} {{{','.join(values)}}}" in line or f"[choices: {', '.join(values)}]" in line
     assert any("--device DEVICE cpu, cuda, cuda:1" in line for line in lines)
     assert any("--calibration.lengths N|N,N,…|{auto}" in line for line in lines)
+    assert any('"auto" chooses them and the rank of each layer' in line for line in lines)  # bits
+
+
+def test_help_names_no_modules(capsys, wide):
+    """Docstrings name them in brackets; a shell has no use for them."""
+    assert run("convert", "--help") == 0
+    shown = capsys.readouterr().out
+    assert not re.search(r"\((fit|latent|calibration)\.\w+[\w.]*\)", shown)
+    assert "default_lengths" not in shown
 
 
 def test_literal_types_name_what_there_is():

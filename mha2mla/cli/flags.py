@@ -94,7 +94,8 @@ def _described(settings: type) -> dict[str, str]:
 
 def _optional_flag(key: str, hint: Any, text: str, default: Any, **how: Any) -> tuple[str, Any, Any]:
     # None stands for "not given", so that only given flags override a file or a preset.
-    sentence = re.split(r"(?<=[.)])\s+(?=[A-Z*])", " ".join(text.replace("``", "").split()))[0]
+    text = re.sub(r" \(``[a-z]\w*(\.\w+)+``\)", "", " ".join(text.split()))  # modules, which a shell has not
+    sentence = re.split(r"(?<=[.)])\s+(?=[A-Z*])", text.replace("``", ""))[0]
     shown = sentence + ("" if default is None else f" [default: {default}]")
     parameter = Parameter(name=flag(key), help=shown, **how)
     return key.replace(".", "__"), Annotated[hint | None, parameter], field(default=None)
@@ -102,7 +103,7 @@ def _optional_flag(key: str, hint: Any, text: str, default: Any, **how: Any) -> 
 
 def _recipe_flags() -> list[tuple[str, Any, Any]]:
     how = {"metavar": _shown("preset", presets.PresetName), "n_tokens": 1}
-    found = [_optional_flag("preset", str, "source of all other keys", presets.AUTO, **how)]
+    found = [_optional_flag("preset", str, "gives all other keys", presets.AUTO, **how)]
     for stage in recipe.STAGES.values():
         texts, hints = _described(stage), typing.get_type_hints(stage)
         for each in fields(stage):

@@ -48,7 +48,7 @@ class Recipe:
     A rule is a name or an object: ``Recipe(rope=TwoNorm(), low_rank=MyFactorizer(), calibration=MyText())``.
 
     Args:
-        preset: source of all other keys. Default "auto", the best that the device of this machine can run;
+        preset: gives all other keys. Default "auto", the best that the device of this machine can run;
             ``convert(device=...)`` chooses for its own device where it gets a mapping.
         keys: of the recipe; a stage may also be the stage itself (``fit=Fit(steps=8)``).
 

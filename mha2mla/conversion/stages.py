@@ -172,11 +172,11 @@ class Latent(Stage):
         up_projections: heads of W_UK and W_UV: per ``"kv-head"``, as the source's maps are, or per
             ``"query-head"``, as DeepSeek's: the same cache and the same decode kernel, more weights and longer
             prefills, and gradient steps lose less with them. Without gradient steps the same model.
-        bits: bits of a cached element in the layout ``latent``: 16 for its dtype, or 8, 4, 3 or 2 for integer codes
-            in a basis that becomes part of the weights. A ``cache_ratio`` counts their bytes with a scale a token, and
-            ranks are multiples of 32. ``"auto"``: rank and bits of each layer together, such that the losses
-            measured by ``latent.ranks`` and for codes sum to the least that the bytes of ``cache_ratio`` allow. Or bits
-            beside ranks, one per layer.
+        bits: bits of a cached element in the layout ``latent``: ``"auto"`` chooses them and the rank of each layer
+            together, by what each loses; 16 is the cache's dtype; 8, 4, 3 or 2 are integer codes in a basis that
+            becomes part of the weights. A ``cache_ratio`` counts their bytes with a scale a token, and ranks are
+            multiples of 32. Losses that ``"auto"`` measures by ``latent.ranks`` and for codes sum to the least that the
+            bytes of ``cache_ratio`` allow. Or bits beside ranks, one per layer.
         basis: basis of the codes, by name or as a ``BasisRule``. ``"importance"``: F^½ rotated, F = E[g gᵀ] of
             gradients of the predictions; ``"balanced"``: the least loss by second order; ``"rotation"``;
             ``"plain"``: none. Each is a class of ``latent.basis``.
@@ -252,13 +252,14 @@ class Calibration(Stage):
     """Calibration text: which, how much of it, and in windows of which lengths.
 
     Args:
-        text: texts by name, joined by ``+`` (``calibration.texts.text_shares``). ``"generated"`` is sampled from the
-            source model, which is loaded whole for it; ``"generated-diverse"`` too, in more languages and formats. Or a
-            ``CalibrationSource``.
+        text: files and names of texts, joined by ``+`` (``calibration.texts.text_shares``). ``"generated"`` is sampled
+            from the source model, which is loaded whole for it; ``"generated-diverse"`` too, in more languages and
+            formats. Or a ``CalibrationSource``.
         tokens: tokens of text; every length of window gets the same share, in blocks as large as the longest window,
             at least one.
-        lengths: one length of windows, several that divide the longest, or ``"auto"``: ``blocks.default_lengths``, from
-            512 tokens up to the model's context. A conversion is good up to the length that it is calibrated at.
+        lengths: one length of windows, several that divide the longest, or ``"auto"``: from 512 tokens up to the
+            model's context (``calibration.blocks.default_lengths``). A conversion is good up to the length that it is
+            calibrated at.
         seed: chooses the windows, and the order of the fit's batches.
     """
 
