@@ -38,6 +38,7 @@ def test_latency_says_which_models_it_wants(arguments, message, capsys):
         ("convert /no/such/folder out", "source is '/no/such/folder'"),
         ("inspect /no/such/folder", "checkpoint is '/no/such/folder'"),
         ("inspect a --length 4096,0", "--length has 0; expected at least 1"),
+        ("chat a --max-length 0", "max_length is 0; expected at least 1"),
         ("inspect a --batch 0", "--batch has 0; expected at least 1"),
         ("demo --model /no/such/folder", "model is '/no/such/folder'"),
         ("eval quality /no/such/a /no/such/b", "/no/such/a"),

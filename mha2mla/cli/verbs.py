@@ -292,6 +292,8 @@ def chat(
         seed: seed of sampling.
         max_length: tokens of a conversation.
     """
+    if max_length < 1:
+        raise ValueError(f"max_length is {max_length}; expected at least 1")
     names = {"model": model} | ({} if beside is None else {"beside": beside})
     for name, checkpoint in names.items():
         find_checkpoint(checkpoint, name)
