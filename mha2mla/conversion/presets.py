@@ -135,7 +135,8 @@ def better_than(preset: str, layout: str, cache_ratio: float | None) -> str:
     fitted = PRESETS[preset].get("fit.steps") == PRESETS[best].get("fit.steps")  # no preset fits longer
     figures = dict(MEASURED.get(best, {}))
     if not fitted:
-        found = f"preset {'' if preset == 'cpu' else 'cpu (an hour or two), '}{best} (needs a GPU)"
+        slower = {"cpu": "", "quick": "cpu (an hour or two), "}.get(preset, "quick, cpu (an hour or two), ")
+        found = f"preset {slower}{best} (needs a GPU)"
     elif layout == DEFAULT_LAYOUT:
         return "a larger cache_ratio; of presets this is the best"
     else:

@@ -49,6 +49,7 @@ def test_without_a_gpu_it_says_what_one_would_give_and_where_that_was_measured(l
     assert f"cpu (an hour or two), {layout} (needs a GPU)" in better
     assert all(f"{preset} {ratios}" in better for preset, ratios in MEASURED[layout].items())
     assert "windows of 512 / 8192 tokens" in better
+    assert better_than("minimal", layout, 0.5).startswith("preset quick, cpu (an hour or two), ")
     assert better_than("cpu", layout, 0.5).startswith(f"preset {layout} (needs a GPU)")
     best = better_than(layout, layout, 0.5)
     assert best.startswith("a larger cache_ratio") and ("or layout latent" in best) == (layout != "latent")
