@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -196,8 +197,19 @@ def check(arguments: Arguments, folder: Path, recipe: Recipe, why: str) -> Plan:
         calibration=calibration,
         lengths=lengths,
         held_out=held_out,
-        notes=(f"preset: {why}", *notes),
+        notes=(f"preset: {why}", *notes, *_disk_note(folder, Path(arguments.destination))),
     )
+
+
+def _disk_note(source: Path, destination: Path) -> list[str]:
+    """A note where fewer bytes are free than the source's weights take: a full disk may end a run after hours."""
+    there = destination.resolve()
+    free = shutil.disk_usage(next(place for place in (there, *there.parents) if place.exists())).free
+    size = sum(path.stat().st_size for path in source.glob("*.safetensors") if not path.name.startswith("consolidated"))
+    if free >= size:
+        return []
+    few, many = f"{free / 1e9:.3g} GB are free at the destination", f"the source's weights take {size / 1e9:.3g} GB"
+    return [f"disk: {few}, {many}; mha2mla plan predicts what a conversion takes"]
 
 
 def merge_keys(

@@ -1,6 +1,7 @@
 """Sources, arguments and destinations that are no good are named and leave nothing; sources that are odd convert."""
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -160,3 +161,12 @@ def test_keyword_arguments_are_recipe_keys(source, tmp_path):
 def test_a_bad_keyword_argument_is_named(recipe, keys, named, tmp_path):
     with pytest.raises(ValueError, match=named):
         mha2mla.convert(tmp_path / "absent", tmp_path / "out", recipe, **keys)
+
+
+@pytest.mark.parametrize("free", [0, 1 << 40])
+def test_a_disk_too_small_for_the_weights_is_named_at_once(free, tmp_path, monkeypatch, capsys):
+    source = tiny.checkpoint(tmp_path / "source")
+    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=free))
+    convert(source, tmp_path / "new" / "out", {"cache_ratio": 1.0}, progress=True)
+    said = "disk: 0 GB are free at the destination, the source's weights take "
+    assert (said in capsys.readouterr().err) == (free == 0)
