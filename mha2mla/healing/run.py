@@ -178,7 +178,7 @@ def heal(
         weight_files, others = opened_source.identity()
         files = {**weight_files, **others}
         record = check_pair(opened_source, opened, weight_files)
-        compared = _compared_texts(record)
+        compared = _compared_texts(opened_source, record)
         digests = {name: each.sha256 for name, each in files.items()}
         request = {
             "source": digests,
@@ -445,30 +445,31 @@ def device_use(models: Models, device: torch.device, speed: float) -> dict[str, 
     }
 
 
-def _compared_texts(record: Mapping[str, Any]) -> list[tuple[str, int, int]]:
-    """Text, length and number of windows of each of a record's comparisons; the default where none can be repeated.
+def _compared_texts(source: Source, record: Mapping[str, Any]) -> list[HeldOut]:
+    """Windows of each of a record's comparisons; of the default text where none can be repeated.
+
+    Raises:
+        CheckpointError: the source has no usable tokenizer.
 
     Warns:
-        UserWarning: a text is a file that is not there.
+        UserWarning: a text is a file that is not there, or no longer usable.
     """
     texts = []
     for kind in ("", "long_"):
         if (parity := record.get(f"{kind}parity")) and "token windows" not in record[f"{kind}evaluation_text"]:
             text, length = record[f"{kind}evaluation_text"], record[f"{kind}evaluation_length"]
             try:
-                check_text(text)
+                texts.append(HeldOut.of(source, text, length, parity["tokens"] // (length - 1) * length))
             except ValueError as error:
                 warnings.warn(f"no comparison on the text that converted was evaluated on: {error}", stacklevel=3)
-            else:
-                texts.append((text, length, parity["tokens"] // (length - 1)))
-    return texts or [(EVALUATION_TEXT, _EVALUATION_LENGTH, EVALUATION_TOKENS // _EVALUATION_LENGTH)]
+    return texts or [HeldOut.of(source, EVALUATION_TEXT, _EVALUATION_LENGTH, EVALUATION_TOKENS)]
 
 
 def _compare(
     source: Source,
     converted: OpenedFolder,
     healed: OpenedFolder,
-    texts: Sequence[tuple[str, int, int]],
+    texts: Sequence[HeldOut],
     device: torch.device,
     folder: Path,
     progress: bool,
@@ -477,8 +478,7 @@ def _compare(
     if device.type == "cuda":
         torch.cuda.empty_cache()
     source_model = source.model(device, torch.float32)
-    for text, length, windows in texts:
-        held_out = HeldOut.of(source, text, length, windows * length)
+    for held_out in texts:
         before, after = (
             compare(
                 source_model, each.model(device, torch.float32), held_out.tokens,
@@ -486,11 +486,11 @@ def _compare(
             )
             for each in (converted, healed)
         )  # fmt: skip
-        yield _row(text, length, before, after)
+        yield _row(held_out, before, after)
 
 
-def _row(text: str, length: int, before: ParityReport, after: ParityReport) -> dict[str, Any]:
-    row: dict[str, Any] = {"text": text, "length": length, "tokens": before.tokens}
+def _row(held_out: HeldOut, before: ParityReport, after: ParityReport) -> dict[str, Any]:
+    row: dict[str, Any] = {"text": held_out.text, "length": held_out.tokens.shape[1], "tokens": before.tokens}
     row["perplexity_source"] = before.perplexity_source
     for name, parity in (("before", before), ("after", after)):
         row |= {f"perplexity_{name}": parity.perplexity_converted, f"ratio_{name}": parity.perplexity_ratio}

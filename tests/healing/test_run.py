@@ -382,13 +382,26 @@ def test_experts_are_not_trained(tmp_path):
         heal((tmp_path / "source", tmp_path / "converted"), tmp_path / "out", train="all")
 
 
-def test_an_evaluation_text_that_is_gone_is_replaced(folders, tmp_path):
-    """The record has a file's name without its folder."""
+@pytest.mark.parametrize(("now", "why"), [(None, "is no file"), ("", "is empty"), ("keys", "has 4 tokens; expected")])
+def test_an_evaluation_text_that_is_gone_is_replaced(now, why, folders, tmp_path, monkeypatch):
+    """The record has a file's name without its folder; here another file may have it."""
     (tmp_path / "mine.txt").write_text("keys and values " * 200)
     tiny.convert(folders[0], tmp_path / "converted", LATENT, evaluation=str(tmp_path / "mine.txt"))
-    with pytest.warns(UserWarning, match="no comparison on the text .*: text 'mine.txt' is no file"):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.txt").unlink() if now is None else (tmp_path / "mine.txt").write_text(now)
+    with pytest.warns(UserWarning, match=f"no comparison on the text .*: text .*{why}"):
         report = heal((folders[0], tmp_path / "converted"), tmp_path / "out", tokens=128)
     assert [row["text"] for row in report.rows] == ["builtin:prose"]
+
+
+def test_a_source_without_tokenizer_is_refused_first(folders, tmp_path, monkeypatch):
+    """It is needed for the comparison, behind the training."""
+    for folder in folders:
+        shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("tokenizer*"))
+    counted = Steps(monkeypatch)
+    with pytest.raises(CheckpointError, match="source .* has no tokenizer files"):
+        heal([tmp_path / folder.name for folder in folders], tmp_path / "out")
+    assert counted.calls == 0
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
