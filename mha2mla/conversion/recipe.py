@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from mha2mla.checkpoints import did_you_mean
+from mha2mla.conversion.calibration.texts import recorded_name
 from mha2mla.conversion.extension import CalibrationSource, RecipeObject
 from mha2mla.conversion.presets import AUTO, NO_PRESET, PRESETS, choose_preset, with_preset
 from mha2mla.conversion.stages import Calibration, Fit, Latent, Rope, Stage
@@ -150,11 +151,9 @@ class Recipe:
         """The recipe with texts that are files by their names alone: records name no folders of this machine."""
         if isinstance(self.calibration.text, RecipeObject):
             return self
-        text = "+".join(
-            part.rpartition("/")[2] if part[:1] in "/~" else part for part in self.calibration.text.split("+")
-        )
         recipe = copy(self)
-        object.__setattr__(recipe, "calibration", replace(self.calibration, text=text))
+        calibration = replace(self.calibration, text=recorded_name(self.calibration.text))
+        object.__setattr__(recipe, "calibration", calibration)
         return recipe
 
     @property

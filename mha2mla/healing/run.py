@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mha2mla.checkpoints import check_path, find_converted
 from mha2mla.conversion.calibration.blocks import TokenBlocks, Windows, check_length, listed
-from mha2mla.conversion.calibration.texts import check_text
+from mha2mla.conversion.calibration.texts import check_text, recorded_name
 from mha2mla.conversion.destination import WORK_FOLDER, check_destination, temporary_folder
 from mha2mla.conversion.parity import ParityReport, compare
 from mha2mla.conversion.resume import (
@@ -229,7 +229,7 @@ def heal(
             blocks, held_out = hold_out(blocks)
             weights, held_out_weights = _divided(weights, len(blocks))
             about = {
-                "name": text if isinstance(text, str) else OWN_WINDOWS,
+                "name": recorded_name(text) if isinstance(text, str) else OWN_WINDOWS,
                 **describe_text(blocks, opened_source.config.vocab_size),
                 "held_out_tokens": held_out.tokens.numel(),
                 "perplexity_source": source_perplexity(models.teacher, held_out),

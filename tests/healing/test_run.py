@@ -151,6 +151,14 @@ def test_healed_checkpoint_is_a_conversion_with_both_figures(folders, tmp_path):
     assert again.trained.steps == 10
 
 
+def test_records_name_no_folder_of_the_text(folders, tmp_path):
+    (tmp_path / "mine.txt").write_text("keys and values " * 200)
+    keys = {"text": f"{tmp_path}/mine.txt+builtin:prose", "length": 32, "long_length": 32, "tokens": 128}
+    report = heal(folders, tmp_path / "out", **keys)
+    assert report.text["name"] == "mine.txt+builtin:prose" in report.lines()["trained"]
+    assert not [name for name, content in files(tmp_path / "out").items() if str(tmp_path).encode() in content]
+
+
 def test_a_share_of_the_text_is_the_conversions_own(folders, tmp_path, monkeypatch):
     written, write = [], text.generate_windows
 

@@ -126,6 +126,11 @@ def text_identity(name: str | Path) -> str:
     return "+".join(parts)
 
 
+def recorded_name(name: str) -> str:
+    """``name`` with files by their names alone: records name no folders of this machine."""
+    return "+".join(part.rpartition("/")[2] if part[:1] in "/~" else part for part in name.split("+"))
+
+
 def _parts(name: str | Path) -> list[str]:
     return [str(name)] if Path(name).is_file() else str(name).split("+")
 
