@@ -32,7 +32,7 @@ _UNTRAINED = ", without training."  # of the card that a conversion writes
 _CARD = """
 ## Healing
 
-The numbers above are those of the conversion, before any training. Then {what} were trained for \
+The numbers above are those from before this training. Then {what} were trained for \
 {trained[seconds]:.0f} s on {trained[tokens]:,} tokens ({trained[passes]:.2f} passes over {text[unique_tokens]:,} of \
 `{text[name]}`) with the source's full logits as target (KL, temperature 1), by `mha2mla heal`. Held-out windows of \
 that text: KL {trained[held_out_before]:.4g} before, {trained[held_out_kept]:.4g} with the weights that are kept, \
@@ -204,17 +204,18 @@ def write_record(
     environment: Mapping[str, Any],
     folder: Path,
 ) -> None:
-    """conversion.json and card of the conversion, whose figures stay as they are, with the healing's beside them."""
+    """conversion.json and card of the conversion, whose figures stay as they are, with the healing's beside them; of
+    what was healed before also that healing's."""
     fields = {name: value for name, value in record.items() if name not in ("schema", "kind", "rows")}
     healing = {key: value for key, value in report.to_dict().items() if key not in ("destination", "weights_sha256")}
     name = Path(report.destination).resolve().name
-    healing |= {"name": name, "flags": _flags(report)}
+    healing |= {"name": name, "flags": _flags(report), "earlier": record.get("healing")}
     fields |= {"weights_sha256": report.weights_sha256, "healing": {**healing, "environment": dict(environment)}}
     write_json(folder / RECORD_FILE, kind="conversion", rows=record["rows"], **fields)
     card = converted.folder / CARD_FILE
     text = card.read_text(encoding="utf-8") if card.is_file() else f"# {name}\n"
     for line in ("# {}\n", 'mha2mla.load("{}")'):
-        text = text.replace(line.format(record.get("name")), line.format(name), 1)
+        text = text.replace(line.format(record.get("healing", record).get("name")), line.format(name), 1)
     values = report.to_dict() | {"what": _WHAT[report.settings.train], "record": RECORD_FILE}
     values["kept"] = report.trained.kept
     values["rows"] = "\n".join(

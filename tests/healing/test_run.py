@@ -149,6 +149,9 @@ def test_healed_checkpoint_is_a_conversion_with_both_figures(folders, tmp_path):
     assert torch.isfinite(model(ids).logits).all()
     again = heal((folders[0], tmp_path / "out"), tmp_path / "twice")  # is a conversion of the source still
     assert again.trained.steps == 10
+    card, twice = ((tmp_path / "twice" / name).read_text() for name in ("README.md", "conversion.json"))
+    assert "\n# twice\n" in card and 'mha2mla.load("twice")' in card and card.count("## Healing") == 2
+    assert json.loads(twice)["healing"]["earlier"] == new["healing"]
 
 
 def test_records_name_no_folder_of_the_text(folders, tmp_path):
