@@ -22,6 +22,7 @@ from torch import Tensor
 from mha2mla.checkpoints import check_path, find_converted
 from mha2mla.conversion.calibration.blocks import TokenBlocks, Windows, check_length, listed
 from mha2mla.conversion.calibration.texts import check_text, recorded_name
+from mha2mla.conversion.calibration.windows import checked_windows
 from mha2mla.conversion.destination import WORK_FOLDER, check_destination, temporary_folder
 from mha2mla.conversion.parity import ParityReport, compare
 from mha2mla.conversion.resume import (
@@ -158,9 +159,13 @@ def heal(
     place = _device(device)
     if isinstance(text, str):
         check_text(text)
-    elif not isinstance(text, Tensor | Sequence) or not len(text):
+    elif not isinstance(text, Tensor) and not (isinstance(text, Sequence) and text):
         raise ValueError(f"text is {text!r:.80}; expected the name of a text, or one window of tokens at least")
     opened_source, opened = _open(source, converted)
+    if isinstance(text, Tensor):
+        text = checked_windows(text, "text", opened_source)
+    elif not isinstance(text, str):
+        text = [checked_windows(part, "text", opened_source) for part in text]
     chosen, sharded = _settings(preset, settings, opened_source, text), is_sharded()
     weights = _weights(token_weights, text)
     if weights is not None and chosen.own_share:
@@ -316,10 +321,12 @@ def _weights(token_weights: Tensor | None, text: str | Windows) -> Tensor | None
     """Weights of mean 1."""
     if token_weights is None:
         return None
+    if not isinstance(token_weights, Tensor):
+        raise ValueError(f"token_weights is {token_weights!r:.80}; expected a tensor [windows, length]")
     if not isinstance(text, Tensor) or token_weights.shape != text.shape:
         expected = tuple(text.shape) if isinstance(text, Tensor) else "none beside a text that is no tensor of windows"
         raise ValueError(f"token_weights is {tuple(token_weights.shape)}; expected {expected}")
-    token_weights = token_weights.float()
+    token_weights = token_weights.to("cpu", torch.float32)
     least, mean = token_weights.min().item(), token_weights.mean().item()
     if not (least >= 0 and 0 < mean < math.inf):
         raise ValueError(f"token_weights has least {least} and mean {mean}; expected finite ones >= 0, not all 0")

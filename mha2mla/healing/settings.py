@@ -113,11 +113,12 @@ class Settings:
                 raise ValueError(f"{name} is {value!r:.80}; expected a whole number of at least {least}")
         for name in ("minutes", "rate", "latent_rate"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
+            if value is not None and not (_is_number(value) and 0 < value < math.inf):
                 raise ValueError(f"{name} is {value!r:.80}; expected a number above 0")
         for name in ("long_share", "own_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)!r:.80}; expected a number from 0 to 1")
+            value = getattr(self, name)
+            if not (_is_number(value) and 0 <= value <= 1):
+                raise ValueError(f"{name} is {value!r:.80}; expected a number from 0 to 1")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
             raise ValueError(f"seed is {self.seed!r:.80}; expected a whole number from 0 to 2**32 - 1")
         if self.latent_rate is not None and self.rate is None:
@@ -137,7 +138,7 @@ class Settings:
         Raises:
             ValueError: no such preset, or as above.
         """
-        if preset not in PRESETS:
+        if preset not in get_args(PresetName):
             close = did_you_mean(preset, PRESETS)
             raise ValueError(f"preset is {preset!r:.80}; expected one of {', '.join(map(repr, PRESETS))}{close}")
         names = [each.name for each in fields(cls)]
@@ -173,6 +174,10 @@ class Settings:
     def step_tokens(self) -> int:
         """Tokens of an optimizer step."""
         return self.accumulation * self.pass_tokens
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 DEFAULT_TEXT = DIVERSE

@@ -23,7 +23,6 @@ from mha2mla.conversion.calibration.texts import (
     text_identity,
     text_shares,
 )
-from mha2mla.conversion.calibration.windows import calibration_windows
 from mha2mla.conversion.predictions import Predictor, perplexity, windows_at_once
 from mha2mla.conversion.resume import WorkFolder, keep_text, kept_text, read_piece, tensor_hash, text_code_hash
 from mha2mla.conversion.source.opening import Source, read_tokenizer
@@ -59,7 +58,7 @@ def training_text(
 
     Args:
         text: ``"generated"``, ``"generated-diverse"``, names of ``texts.load_text``, or these joined by ``+``; or token
-            windows, int64 [windows, length], as they are.
+            windows of :func:`~mha2mla.conversion.calibration.windows.checked_windows`, as they are.
         tokens: to return at most, in whole blocks; other text than the source's own may be shorter.
         digests: SHA-256 of the source's files.
 
@@ -68,7 +67,7 @@ def training_text(
         CheckpointError: the source has no usable tokenizer.
     """
     if not isinstance(text, str):
-        return calibration_windows(source, text, lengths=(), tokens=tokens, seed=settings.seed, device=device)
+        return TokenBlocks.of(text)
     tokenizer, size = read_tokenizer(str(source.folder), "source"), settings.long_length
     names = [text] if Path(text).is_file() else text.split("+")
     own = [name for name in names if name in (GENERATED, DIVERSE)]

@@ -49,7 +49,7 @@ def calibration_windows(
         ValueError: an unusable text or window, by name.
     """
     if not isinstance(text, str | CalibrationSource):
-        return TokenBlocks.of([_checked(part, "calibration", source) for part in listed(text)])
+        return TokenBlocks.of([checked_windows(part, "calibration", source) for part in listed(text)])
     tokenizer, longest = read_tokenizer(str(source.folder), "source"), max(lengths)
     blocks = max(1, tokens // len(lengths) // longest)
     shares, parts = [], []
@@ -57,7 +57,7 @@ def calibration_windows(
         for length in lengths:
             count = blocks * (longest // length)
             if isinstance(text, CalibrationSource):
-                shares.append([_checked(text.windows(tokenizer, length, count, seed=seed), "windows", source)])
+                shares.append([checked_windows(text.windows(tokenizer, length, count, seed=seed), "windows", source)])
             else:
                 shares.append(text_shares(tokenizer, text, length, count, seed=seed))
         wanted = [each for share in shares for each in share if isinstance(each, OwnText)]
@@ -70,7 +70,7 @@ def calibration_windows(
             raise ValueError(
                 f"calibration {text!r} has {windows.numel()} tokens; expected at least {longest}, the longest window"
             )
-        parts.append(_checked(windows[:whole], "calibration", source))
+        parts.append(checked_windows(windows[:whole], "calibration", source))
     return TokenBlocks.of(parts)
 
 
@@ -81,11 +81,11 @@ def evaluation_windows(source: OpenedFolder, text: str | torch.Tensor, *, length
         CheckpointError, ValueError: as :func:`calibration_windows`.
     """
     if not isinstance(text, str):
-        return _checked(text, "evaluation", source)
+        return checked_windows(text, "evaluation", source)
     tokenizer, count = read_tokenizer(str(source.folder), "source"), max(1, tokens // length)
     with named_in_errors("evaluation", text):
         windows = token_windows(tokenizer, load_text(text, CHARACTERS_PER_TOKEN * length * count), length, count)
-    return _checked(windows, "evaluation", source)
+    return checked_windows(windows, "evaluation", source)
 
 
 @contextmanager
@@ -96,12 +96,14 @@ def named_in_errors(name: str, text: Any) -> Iterator[None]:
         raise ValueError(f"{name} {text!r}: {error}") from error
 
 
-def _checked(windows: torch.Tensor, name: str, source: OpenedFolder) -> torch.Tensor:
-    """On the CPU.
+def checked_windows(windows: torch.Tensor, name: str, source: OpenedFolder) -> torch.Tensor:
+    """``windows`` on the CPU.
 
     Raises:
         ValueError: no int64 [windows, length], or tokens that the model has not.
     """
+    if not isinstance(windows, torch.Tensor):
+        raise ValueError(f"{name} has {windows!r:.80}; expected tensors int64 [windows >= 1, length >= 2]")
     if windows.dtype != torch.int64 or windows.ndim != 2 or windows.shape[0] < 1 or windows.shape[1] < 2:
         raise ValueError(
             f"{name} is {windows.dtype} {tuple(windows.shape)}; expected int64 [windows >= 1, length >= 2]"
