@@ -108,7 +108,7 @@ class Settings:
                 raise ValueError(f"{name} is {value!r:.80}; expected one of {', '.join(map(repr, words))}{close}")
         counts = ("tokens", "text_tokens", "length", "long_length", "row", "batch_tokens", "tokens_at_once")
         for name in (*counts, "lora_rank", "evaluations"):
-            value, least = getattr(self, name), 2 if name in counts else 1
+            value, least = getattr(self, name), 4 if name in counts else 1  # runs of four tokens are counted
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise ValueError(f"{name} is {value!r:.80}; expected a whole number of at least {least}")
         for name in ("minutes", "rate", "latent_rate"):
@@ -157,7 +157,7 @@ class Settings:
 
     def of_enough_steps(self, tokens: int, steps: int = FEWEST_STEPS) -> Settings:
         """These settings, with smaller steps where ``tokens`` would be fewer than ``steps`` of them."""
-        return replace(self, batch_tokens=max(2, min(self.batch_tokens, tokens // steps)))
+        return replace(self, batch_tokens=max(4, min(self.batch_tokens, tokens // steps)))
 
     @property
     def accumulation(self) -> int:

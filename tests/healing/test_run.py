@@ -504,6 +504,7 @@ def test_bad_arguments_are_refused_by_name(folders, tmp_path):
         ({"resume": "no"}, "resume is 'no'"),
         ({"text": windows + 1000}, "text has token"),
         ({"text": windows.int()}, r"text is torch.int32 \(48, 32\); expected int64"),
+        ({"text": windows[:, :3]}, "length is 3; expected a whole number of at least 4"),
         ({"text": torch.tensor(5)}, r"text is torch.int64 \(\); expected int64"),
         ({"text": windows.tolist()}, r"text has \[.*; expected tensors int64"),
         ({"token_weights": windows.tolist()}, r"token_weights is \[.*; expected a tensor"),
