@@ -75,7 +75,7 @@ def training_text(
     count = max(2, tokens // size)
     written = count - count * len(others) // len(names)
     parts: list[Tensor] = []
-    if others:
+    if count > written:
         read = in_turns(text_shares(tokenizer, "+".join(others), size, count - written, seed=settings.seed))
         long, _ = _share(len(read), settings)
         windows = read[long:].reshape(-1, settings.length).clone()

@@ -91,6 +91,11 @@ def test_generated_and_named_text_share_the_tokens(source, tmp_path):
     assert sum(tuple(row) in rows for row in prose.tokens.tolist()) == len(prose) == len(blocks) / 2
 
 
+def test_more_texts_than_blocks(source, tmp_path):
+    blocks = made(source, "generated+generated-diverse+builtin:prose", tmp_path, tokens=64)
+    assert blocks.tokens.numel() == 128
+
+
 def test_both_are_held_out(source, tmp_path):
     blocks = made(source, "generated+builtin:prose", tmp_path, tokens=100 * 64)
     prose = {tuple(row) for row in made(source, "builtin:prose", tmp_path, tokens=50 * 64).tokens.tolist()}
