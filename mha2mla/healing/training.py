@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments, get_scheduler
@@ -21,6 +22,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback
 
 from mha2mla.conversion.calibration.blocks import TokenBlocks
+from mha2mla.conversion.destination import DestinationError
 from mha2mla.conversion.fit.repeatable import deterministic
 from mha2mla.files import CURVE, atomic_write, write_output
 from mha2mla.healing.between import least_between, trained_weights
@@ -101,6 +103,12 @@ class _Trainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         return self.accelerator.prepare(DataLoader(self.train_dataset, self.args.per_device_train_batch_size))
+
+    def _save_checkpoint(self, *args: Any) -> None:
+        try:
+            super()._save_checkpoint(*args)
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch.save's of a full disk is a RuntimeError
+            raise DestinationError(f"{self.args.output_dir} cannot be written: {error}") from error
 
 
 class _Clock(TrainerCallback):
@@ -368,6 +376,7 @@ def train(
 
     Raises:
         ValueError: the loss became NaN or infinite.
+        DestinationError: a checkpoint cannot be written.
     """
     device = distillation.student.device
     per_pass = settings.pass_tokens // blocks.size

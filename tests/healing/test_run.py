@@ -270,6 +270,23 @@ def test_a_killed_run_goes_on_to_the_bit(ends, passes, compile, folders, whole, 
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("unexpected pos 7168 vs 7060")])
+def test_a_full_disk_is_named_and_the_run_goes_on(error, folders, whole, tmp_path, monkeypatch):
+    save = training._Trainer._save_optimizer_and_scheduler
+
+    def full(self, folder):
+        if self.state.global_step == 7:
+            raise error
+        save(self, folder)
+
+    said = "out.*checkpoints cannot be written: .*(space|pos)"
+    with monkeypatch.context() as patch, pytest.raises(DestinationError, match=said):
+        patch.setattr(training._Trainer, "_save_optimizer_and_scheduler", full)
+        heal(folders, tmp_path / "out")
+    heal(folders, tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == whole("never")
+
+
 def test_fewer_steps_where_minutes_are_short(folders, tmp_path, monkeypatch, capsys):
     """A clock by which each step takes a second: of 40 that were planned 25 fit, and a run that goes on knows it."""
     now = [0.0]
