@@ -303,7 +303,8 @@ def _settings(preset: str, given: Mapping[str, Any], source: Source, text: str |
     """Settings for a source.
 
     Raises:
-        ValueError: also for windows at which the source uses longrope's other table, or all weights of experts.
+        ValueError: also for windows at which the source uses longrope's other table, all weights of experts, or fewer
+            tokens than the smallest step.
     """
     context = getattr(source.config, "max_position_embeddings", None)
     lengths = {} if isinstance(text, str) else {"lengths": sorted({part.shape[-1] for part in listed(text)})}
@@ -312,6 +313,9 @@ def _settings(preset: str, given: Mapping[str, Any], source: Source, text: str |
     settings = Settings.of(preset, context=context, **given)
     for name in ("length", "long_length"):
         check_length(source.spec, getattr(settings, name), f"{name} is {getattr(settings, name)}")
+    least = settings.long_length * int(os.environ.get("WORLD_SIZE", "1"))
+    if settings.tokens is not None and settings.tokens < least:
+        raise ValueError(f"tokens is {settings.tokens}; expected at least {least}: a step has a window of long_length")
     if settings.train == "all" and FAMILIES[source.config.model_type].mixture_of_experts:
         raise ValueError(f"train is 'all' and source is a {source.config.model_type}; expected 'attention' or 'lora'")
     return settings

@@ -517,6 +517,7 @@ def test_bad_arguments_are_refused_by_name(folders, tmp_path):
         ({"rte": 1e-4}, "'rte' is no setting of healing; did you mean 'rate'"),
         ({"rate": 0.0}, "rate is 0.0; expected a number above 0"),
         ({"tokens": 0}, "tokens is 0; expected a whole number"),
+        ({"tokens": 31}, "tokens is 31; expected at least 32: a step has a window of long_length"),
         ({"text": "builtin:proze"}, "did you mean 'builtin:prose'"),
         ({"resume": "no"}, "resume is 'no'"),
         ({"text": windows + 1000}, "text has token"),
