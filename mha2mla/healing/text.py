@@ -54,7 +54,7 @@ def training_text(
     """Blocks of ``settings.long_length`` tokens, each one long window or several short ones.
 
     Text that the source writes is kept in the cache folder for later runs, and what was written before an interrupt is
-    taken up. Of a name's text a token stands in one window only.
+    taken up. Of a name's text, named twice or not, a token stands in one window only.
 
     Args:
         text: ``"generated"``, ``"generated-diverse"``, names of ``texts.load_text``, or these joined by ``+``; or token
@@ -69,7 +69,7 @@ def training_text(
     if not isinstance(text, str):
         return TokenBlocks.of(text)
     tokenizer, size = read_tokenizer(str(source.folder), "source"), settings.long_length
-    names = [text] if Path(text).is_file() else text.split("+")
+    names = [text] if Path(text).is_file() else list(dict.fromkeys(text.split("+")))
     own = [name for name in names if name in (GENERATED, DIVERSE)]
     others = [name for name in names if name not in own]
     count = max(2, tokens // size)

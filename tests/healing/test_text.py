@@ -91,6 +91,13 @@ def test_generated_and_named_text_share_the_tokens(source, tmp_path):
     assert sum(tuple(row) in rows for row in prose.tokens.tolist()) == len(prose) == len(blocks) / 2
 
 
+@pytest.mark.parametrize("name", ["generated", "builtin:prose"])
+def test_a_text_named_twice_is_read_once(name, source, tmp_path):
+    """Held-out windows would be trained on."""
+    blocks, twice = (made(source, names, tmp_path) for names in (name, f"{name}+{name}"))
+    assert torch.equal(blocks.tokens, twice.tokens)
+
+
 def test_more_texts_than_blocks(source, tmp_path):
     blocks = made(source, "generated+generated-diverse+builtin:prose", tmp_path, tokens=64)
     assert blocks.tokens.numel() == 128
