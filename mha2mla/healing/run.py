@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mha2mla.checkpoints import check_path, find_converted
-from mha2mla.conversion.calibration.blocks import TokenBlocks, Windows, check_length, listed
+from mha2mla.conversion.calibration.blocks import TokenBlocks, Windows, check_length, listed, nearest_length
 from mha2mla.conversion.calibration.texts import check_text, recorded_name
 from mha2mla.conversion.calibration.windows import checked_windows
 from mha2mla.conversion.destination import WORK_FOLDER, check_destination, temporary_folder
@@ -48,7 +48,7 @@ from mha2mla.healing.student import Models, is_sharded, load_models
 from mha2mla.healing.text import describe_text, hold_out, source_perplexity, text_name, training_text, with_own_windows
 from mha2mla.healing.training import last_checkpoint, tokens_in, train
 from mha2mla.modeling.families import FAMILIES
-from mha2mla.pipeline.check import EVALUATION_TEXT, EVALUATION_TOKENS, HeldOut, source_folder
+from mha2mla.pipeline.check import EVALUATION_TEXT, EVALUATION_TOKENS, LONG_EVALUATION_TEXT, HeldOut, source_folder
 from mha2mla.pipeline.sizing import recognize_gpu
 from mha2mla.terminal import announce, waiting
 
@@ -473,7 +473,11 @@ def _compared_texts(source: Source, record: Mapping[str, Any]) -> list[HeldOut]:
                 texts.append(HeldOut.of(source, text, length, parity["tokens"] // (length - 1) * length))
             except ValueError as error:
                 warnings.warn(f"no comparison on the text that converted was evaluated on: {error}", stacklevel=3)
-    return texts or [HeldOut.of(source, EVALUATION_TEXT, _EVALUATION_LENGTH, EVALUATION_TOKENS)]
+    if texts:
+        return texts
+    length = nearest_length(source.spec, _EVALUATION_LENGTH)
+    text = EVALUATION_TEXT if length <= EVALUATION_TOKENS else LONG_EVALUATION_TEXT
+    return [HeldOut.of(source, text, length, EVALUATION_TOKENS)]
 
 
 def _compare(

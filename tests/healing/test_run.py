@@ -422,6 +422,15 @@ def test_an_evaluation_text_that_is_gone_is_replaced(now, why, folders, tmp_path
     assert [row["text"] for row in report.rows] == ["builtin:prose"]
 
 
+def test_the_default_comparison_has_windows_of_the_longrope_table(tmp_path):
+    """In longer ones the source uses another table than the conversion."""
+    family, keys = tiny.CASES["phi3-longrope"]
+    tiny.checkpoint(tmp_path / "source", family, **keys)
+    tiny.convert(tmp_path / "source", tmp_path / "converted", LATENT, evaluation=tiny.some_tokens(2, 32))
+    report = heal((tmp_path / "source", tmp_path / "converted"), tmp_path / "out", tokens=128)
+    assert [(row["text"], row["length"]) for row in report.rows] == [("builtin:prose", 64)]
+
+
 def test_a_source_without_tokenizer_is_refused_first(folders, tmp_path, monkeypatch):
     """It is needed for the comparison, behind the training."""
     for folder in folders:
