@@ -66,6 +66,13 @@ def test_long_windows_are_not_taken_for_short_ones_as_long(source, tmp_path, mon
     assert blocks[0].lengths == blocks[1].lengths and not torch.equal(blocks[0].tokens, blocks[1].tokens)
 
 
+def test_long_windows_of_short_rows_are_other_text(source, tmp_path):
+    """Rows of one size, which are kept for an interrupted run by it, and by their seed."""
+    blocks = made(source, "generated", tmp_path, settings=dataclasses.replace(SETTINGS, row=16))
+    rows = blocks.tokens[:, :8].tolist()
+    assert len({tuple(row) for row in rows}) == len(rows) == 16
+
+
 def test_text_that_cannot_be_kept_is_said(source, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MHA2MLA_CACHE", str(tmp_path / "file"))

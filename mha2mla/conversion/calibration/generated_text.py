@@ -92,7 +92,7 @@ def generate_windows(
     made: dict[int, list[torch.Tensor]] = {size: [] for size in by_size}
     parts = split(progress, *(float(size) for size, _, _ in batches))
     for number, ((size, first, names), part) in enumerate(zip(batches, parts, strict=True), 1):
-        piece = f"{PIECES}{'-'.join(starts)}-{size}-{first:07d}"
+        piece = f"{PIECES}{'-'.join(starts)}-{seed}-{size}-{first:07d}"
         if work is not None and (kept := work.get(piece)):
             (tensors, (version, state, gauss)) = kept
             generator.set_state(tensors["generator"])
