@@ -23,6 +23,7 @@ from mha2mla.conversion.calibration.texts import (
     text_identity,
     text_shares,
 )
+from mha2mla.conversion.calibration.windows import checked_windows
 from mha2mla.conversion.predictions import Predictor, perplexity, windows_at_once
 from mha2mla.conversion.resume import WorkFolder, keep_text, kept_text, read_piece, tensor_hash, text_code_hash
 from mha2mla.conversion.source.opening import Source, read_tokenizer
@@ -90,7 +91,7 @@ def training_text(
     for part in parts:
         if len(part):
             by_length.setdefault(part.shape[1], []).append(part)
-    return TokenBlocks.of([_mixed(same, size) for same in by_length.values()])
+    return TokenBlocks.of([checked_windows(_mixed(same, size), "text", source) for same in by_length.values()])
 
 
 def _mixed(parts: list[Tensor], size: int) -> Tensor:

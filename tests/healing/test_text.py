@@ -1,6 +1,7 @@
 """Text of healing: shares of windows, what is held out, what is written once."""
 
 import dataclasses
+import shutil
 
 import pytest
 import torch
@@ -89,6 +90,17 @@ def test_a_named_text_has_every_token_once(source, tmp_path):
     assert 0.2 < blocks.lengths.count(64) / len(blocks) < 0.3
     pairs = [tuple(pair) for row in windows for pair in row[1:].unfold(0, 4, 4).tolist()]
     assert len(set(pairs)) == len(pairs)
+
+
+def test_tokens_that_the_source_has_not_are_refused(source, tmp_path):
+    """Of a tokenizer that someone has added to, and not to the model's embeddings."""
+    shutil.copytree(source.folder, tmp_path / "source")
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens([f"<{number}>" for number in range(10)])
+    tokenizer.save_pretrained(tmp_path / "source")
+    (tmp_path / "text.txt").write_text("keys <9> and values " * 100)
+    with pytest.raises(ValueError, match="text has token 267; expected tokens from 0, below vocab_size=264"):
+        made(open_source(tmp_path / "source"), str(tmp_path / "text.txt"), tmp_path)
 
 
 def test_generated_and_named_text_share_the_tokens(source, tmp_path):
