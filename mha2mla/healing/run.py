@@ -397,13 +397,14 @@ def _memory(
 
 
 def _budget(settings: Settings, distillation: Distillation, source: Source, pieces: WorkFolder, progress: bool) -> int:
-    """Tokens to train on; what minutes come to is measured once, and found by a run that goes on."""
+    """Tokens to train on, of all processes; what minutes come to is measured once, and found by a run that goes on."""
     if settings.minutes is None:
         return settings.tokens
     if (saved := pieces.get(_PLAN)) is not None:
         return saved[1]
     with waiting("measuring tokens per second", show=progress):
         tokens = tokens_in(settings.minutes, distillation, settings, source.config.vocab_size)
+    tokens *= int(os.environ.get("WORLD_SIZE", "1"))  # one process was timed
     tokens = tokens if settings.tokens is None else min(tokens, settings.tokens)
     pieces.put(_PLAN, {}, tokens)
     return tokens

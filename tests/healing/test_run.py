@@ -745,12 +745,13 @@ def test_two_processes_take_one_rate(sharded, folders, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_leave_as_many_steps(folders, tmp_path):
-    """As many as the main process's clock allows, of ten that were planned."""
-    keys = {"device": "cpu", "progress": False, "compile": "never", **SMALL, "tokens": None, "minutes": 6 / 60}
+@pytest.mark.parametrize(("minutes", "steps"), [(6 / 60, 6), (1, 20)])
+def test_two_processes_leave_as_many_steps(minutes, steps, folders, tmp_path):
+    """As many as the main process's clock allows, of twenty that were planned: one process takes 2560 tokens."""
+    keys = {"device": "cpu", "progress": False, "compile": "never", **SMALL, "tokens": None, "minutes": minutes}
     done = in_two_processes(folders, tmp_path, keys, False, "0")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines().count("6 1536 12 True 0.003") == 2, done.stdout
+    assert done.stdout.splitlines().count(f"{steps} {steps * 256} {steps * 2} True 0.003") == 2, done.stdout
 
 
 @pytest.mark.gpu
