@@ -1,19 +1,16 @@
-"""Layout latent on a GPU with rotary keys computed whenever they are read against keys kept in 16 and in 8 bits.
+"""Decode over layout latent on a GPU: rotary keys computed whenever they are read, or kept in 16 and in 8 bits.
 
     python benchmarks/rotary_keys.py --json benchmarks/results/h200-rotary-keys.json
-    python benchmarks/rotary_keys.py --only "op 512+128,step qwen2.5-7b"
+    python benchmarks/rotary_keys.py --only "512+128,192+128"
 
-A row of ``op`` is one decode call over 64 sequences, 300 MB with kept keys; of ``step`` one step of a whole model with
-random weights, over caches of random numbers. All ways are checked against float64 first: of a step, the logits of a
-model of one such layer after a real prompt. The limit of a way reads its cache, and in a step the weights, once at R.
-"share" is limit over time: of the op with a dirty L2, of a step as a CUDA graph.
+A row is one decode call over 64 sequences, 300 MB with kept keys. All ways are checked against float64 first. The limit
+of a way reads its cache once at R; "share" is limit over time, with a dirty L2. ``whole_models.py`` has whole steps.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -23,31 +20,21 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measuring import Row, clean, measure_decode, read_rate
+from benchmarks.measuring import Row, clean, decode_jobs, measure_decode, read_rate
 from benchmarks.peers import Peer
 from benchmarks.recording import Recording, command
 from benchmarks.shapes import SpeedCase, decode_case
-from benchmarks.step_timeline import captured, prepared, replay_ms
-from mha2mla.eval.latency import model_rows, weight_bytes
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import mla_decode
 from mha2mla.kernels.mla_decode.cost import kept_key_bits
-from mha2mla.kernels.parallel_compilation import CompileJob, compile_in_processes, compile_job, compile_launches
-from mha2mla.kernels.split_kv.op import compiled_shape
-from mha2mla.modeling import MHA2MLAForCausalLM
-from mha2mla.modeling.config import MHA2MLAConfig
+from mha2mla.kernels.parallel_compilation import CompileJob, compile_in_processes, compile_launches
 from mha2mla.testing.problems import KeyCodesProblem, LatentProblem, Problem, judge
-from mha2mla.testing.timing import time_callable
-from mha2mla.trial_models import ShapeName, converted_config, random_model, source_config
 
 WAYS = {"computed": "none", "kept": "bfloat16", "kept8": "int8"}  # rotary_key_cache
 KEPT = {"kept": Problem, "kept8": KeyCodesProblem}
 WIDTHS = ((512, 64), (1024, 64), (512, 128), (192, 128))  # d_c, d_r
 HEADS = (9, 28, 40)
 OP_BYTES, OP_BATCH = 300e6, 64
-STEPS: dict[ShapeName, tuple[int, int]] = {"llama-3-8b": (1024, 64), "qwen2.5-7b": (512, 128)}
-ROWS = ((1, 2048), (8, 2048), (16, 8192), (64, 8192), (128, 8192))  # sequences, tokens of each
-CHECKED = (2, 1024)  # the same of the check of a step
 COLUMNS = (
     "level", "shape", "H", "batch", "context", "auto", *(
         f"{way}_{key}" for key in ("MB", "us", "limit_us", "share", "graph_share", "error") for way in WAYS
@@ -97,83 +84,11 @@ def op_row(problem: LatentProblem, rate: float, min_run_time: float, device: str
     return row
 
 
-def step_config(name: ShapeName, **changes: Any) -> MHA2MLAConfig:
-    """Config of a converted model of layout latent."""
-    d_c, d_r = STEPS[name]
-    return converted_config(source_config(name, **changes), layout="latent", kv_lora_rank=d_c, qk_rope_head_dim=d_r)
-
-
-def check_step(config: MHA2MLAConfig, shape: tuple[int, int], device: str) -> Row:
-    """Status of a model's steps in all ways after ``shape`` [sequences, tokens], and their errors."""
-    model = random_model(config, device, torch.float32 if device == "cpu" else torch.bfloat16)
-    row: Row = {"status": "ok"}
-    for way, mode in WAYS.items():
-        model.config.rotary_key_cache = mode
-        options = {"batch_sizes": shape[:1], "seqlens": shape[1:], "min_run_time": 1e-3}
-        (found,) = model_rows({way: model}, levels=("step",), **options)
-        row[f"{way}_error"] = found.get("error")
-        if found["status"] != "ok" and (way != "kept8" or model.dtype != torch.float32):  # 8 bits are no rounding of 32
-            row["status"] = f"{way}: {found['status']}"
-    return row
-
-
-@torch.no_grad()
-def step_ms(model: MHA2MLAForCausalLM, cache: Any, batch: int, context: int, seconds: float) -> float:
-    """Milliseconds of a step of one new token: of a CUDA graph; on a CPU of a call."""
-    step, sequences = prepared(cache, batch, context)
-    ids = torch.randint(0, model.config.vocab_size, (batch,), device=model.device)
-
-    def run() -> None:
-        step.refresh()
-        model.forward_batch(ids, step)
-
-    if model.device.type == "cpu":
-        ms = time_callable(run, "cpu", min_run_time=seconds).p50 / 1e3
-    else:
-        graph = captured(run)
-        ms = replay_ms(graph, seconds)
-        del graph
-    for sequence in sequences:
-        cache.close(sequence)
-    return ms
-
-
-def step_rows(
-    name: ShapeName, config: MHA2MLAConfig, shapes: list[tuple[int, int]], rate: float, seconds: float, device: str
-) -> Iterator[Row]:
-    """Rows of a model's steps, one way after the other; the last way completes them."""
-    model = random_model(config, device, torch.float32 if device == "cpu" else torch.bfloat16)
-    size, item = weight_bytes(model), model.dtype.itemsize
-    rows: list[Row] = [
-        {"level": "step", "shape": name, "H": config.num_attention_heads, "batch": batch, "context": context}
-        for batch, context in shapes
-    ]
-    for way, mode in WAYS.items():
-        model.config.rotary_key_cache = mode
-        cache = model.paged_cache(max(batch * -(-context // 64) for batch, context in shapes))
-        for tensors in cache.tensors:
-            for tensor in tensors.values():
-                tensor.copy_(torch.randn(tensor.shape, device=tensor.device, dtype=model.dtype))
-        for row in rows:
-            read = row["batch"] * row["context"] * model.config.cache_bytes_per_token(item)
-            us = 1e3 * step_ms(model, cache, row["batch"], row["context"], seconds)
-            row |= {f"{way}_MB": read / 1e6, f"{way}_us": us, f"{way}_limit_us": (size + read) / rate * 1e6}
-            row[f"{way}_share"] = row[f"{way}_limit_us"] / us
-        del cache
-    yield from rows
-
-
 def jobs() -> list[CompileJob]:
     """Kernels of the decode calls of all rows, for this machine's GPU."""
-    here, found = torch.device("cuda", torch.cuda.current_device()), []
-    heads = {source_config(name).num_attention_heads: widths for name, widths in STEPS.items()}
-    cases = [(op_problem(h, *widths), [OP_BATCH]) for h in HEADS for widths in WIDTHS]
-    cases += [(op_problem(h, *widths), [batch for batch, _ in ROWS]) for h, widths in heads.items()]
-    for problem, batches in cases:
-        calls = [(batch, lambda resident: resident) for batch in batches]
-        for each in (problem, *(with_kept_keys(problem, way) for way in KEPT)):
-            found.append(compile_job(each.op, compiled_shape(each.shape()), here, calls))
-    return found
+    problems = [op_problem(heads, *widths) for heads in HEADS for widths in WIDTHS]
+    problems += [with_kept_keys(problem, way) for problem in problems for way in KEPT]
+    return [job for problem in problems for job in decode_jobs(decode_case(problem))]
 
 
 def rotary_keys(
@@ -182,10 +97,10 @@ def rotary_keys(
     budget: float = 170.0,
     json: str | None = None,
 ) -> bool:
-    """Checks and times decode calls and steps with computed and with kept rotary keys, these in 16 and in 8 bits.
+    """Checks and times decode calls with computed and with kept rotary keys, these in 16 and in 8 bits.
 
     Args:
-        only: rows whose name ("op 512+64", "step llama-3-8b") contains this, or one of these, separated by commas.
+        only: rows whose name ("512+64") contains this, or one of these, separated by commas.
         min_run_time: seconds for each way of each row.
         budget: seconds after which nothing more is begun.
         json: also write every row to this file.
@@ -203,25 +118,13 @@ def rotary_keys(
     table = Recording("rotary-keys", json, **rate, not_compiled=list(failures.values()))
     for d_c, d_r in WIDTHS:
         for heads in HEADS:
-            if is_wanted(f"op {d_c}+{d_r}"):
+            if is_wanted(f"{d_c}+{d_r}"):
                 row, problem = {"level": "op", "shape": f"{d_c}+{d_r}", "H": heads}, op_problem(heads, d_c, d_r)
                 try:
                     row = op_row(problem, rate["R"], min_run_time, device)
                 except Exception as error:  # of TileLang or CUDA: other rows go on
                     row["status"] = f"{type(error).__name__}: {error}"
                 add(table, row, problem.geometry)
-    for name in STEPS:
-        if not is_wanted(f"step {name}"):
-            continue
-        layer = step_config(name).layer_geometry(0)
-        small = step_config(name, num_hidden_layers=1, vocab_size=1024, intermediate_size=1024)
-        checked = check_step(small, CHECKED, device)
-        if checked["status"] != "ok":
-            add(table, {"level": "step", "shape": name} | checked, layer)
-        elif is_wanted(f"step {name}"):
-            for row in step_rows(name, step_config(name), list(ROWS), rate["R"], min_run_time, device):
-                add(table, row | checked, layer)
-        torch.cuda.empty_cache()
     title = f"rotary keys computed, and kept in 16 and 8 bits; R = {rate['R'] / 1e12:.2f} TB/s ({rate['R_from']})"
     return table.show(title, [column for column in COLUMNS if any(column in row for row in table.rows)])
 
