@@ -1,15 +1,15 @@
-"""Decode ops on a GPU: speeds beside other implementations, of MLA, of MHA and GQA, over e4m3 latents; host time.
+"""Decode ops on a GPU: speeds of MLA and GQA beside other implementations and other caches; host time.
 
     python benchmarks/decode.py speed --json benchmarks/results/h200-decode-speed.json
     python benchmarks/decode.py speed --only "H128"        # shapes.py has the names
     python benchmarks/decode.py gqa        # beside FlashAttention-3 on the same pages
-    python benchmarks/decode.py fp8        # beside bfloat16 over the same tokens
+    python benchmarks/decode.py latent     # the latent alone, beside stored rotary keys of as many bytes
+    python benchmarks/decode.py fp8        # e4m3 latents, beside bfloat16 over the same tokens
     python benchmarks/decode.py host --profile
 
-``runner.py`` says what the numbers of speeds are. Of ``fp8``, ``error`` is against float64 over the cache as it is
-stored, ``original_error`` over the cache before it was rounded to e4m3, ``bf16_error`` what the bfloat16 op has there;
-``gain`` is the bfloat16 op's time through the fp8 op's. Everything that may hang runs in a process of its own, under a
-time-out. Errors over many geometries are ``mha2mla check kernels``'.
+``runner.py`` says what the numbers of speeds are; ``ratio`` is the time over that of the cache beside it. Everything
+that may hang runs in a process of its own, under a time-out. Errors over many geometries are ``mha2mla check
+kernels``'. ``loss_and_time.py`` times what loses as much.
 """
 
 from __future__ import annotations
@@ -29,16 +29,23 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measuring import Row, check_then_time, decode_jobs, measure_decode
+from benchmarks.measuring import decode_jobs, measure_beside, measure_decode
 from benchmarks.peers import Peer, flash_attention_3_gqa, flash_attention_3_mha, mla_peers
 from benchmarks.recording import Recording, command
 from benchmarks.runner import Benchmark, speed_of
-from benchmarks.shapes import MLA_PEERS, SpeedCase, decode_case, decode_cases, fp8_cases, gqa_cases
-from mha2mla.kernels import dequantize_latent, gqa_decode, mla_decode, plan_mla_decode, quantize_latent
-from mha2mla.kernels.mla_decode.api import FP8, MLA
+from benchmarks.shapes import (
+    MLA_PEERS,
+    SpeedCase,
+    decode_case,
+    decode_cases,
+    fp8_cases,
+    gqa_cases,
+    latent_cases,
+    stored_form,
+)
+from mha2mla.kernels import gqa_decode, mla_decode
 from mha2mla.kernels.parallel_compilation import CompileJob, compile_in_processes, compile_launches
-from mha2mla.testing.numeric_check import errors
-from mha2mla.testing.problems import Problem, exact, judge
+from mha2mla.testing.problems import Problem
 
 
 def peers_of(case: SpeedCase, inputs: dict[str, Any], expected: torch.Tensor) -> dict[str, Peer]:
@@ -55,43 +62,14 @@ def gqa_peers_of(case: SpeedCase, inputs: dict[str, Any], expected: torch.Tensor
     return {"FA3_us": flash_attention_3_gqa(case.problem, inputs, expected)}
 
 
-def fp8_jobs(case: SpeedCase) -> list[CompileJob]:
-    """Jobs of the fp8 op and of the bfloat16 op beside it."""
-    return [job for op in (FP8, MLA) for job in decode_jobs(case, op)]
+def jobs_beside(other: Callable[[Any], Problem], case: SpeedCase) -> list[CompileJob]:
+    """Kernels of a case and of the call beside it."""
+    return decode_jobs(case) + decode_jobs(decode_case(other(case.problem)))
 
 
-@torch.inference_mode()
-def measure_fp8(case: SpeedCase, peers: bool, min_run_time: float, device: str = "cuda") -> Row:
-    """One shape's row: both ops checked, then timed in turn. On a CPU these are the references."""
-    problem = case.problem
-    inputs = problem.inputs(torch.bfloat16, device)
-    codes, scale = quantize_latent(inputs["latent_cache"])
-    stored = inputs | {"latent_cache": codes, "latent_scale": scale}
-    plan = problem.plan(inputs)
-    plan_fp8 = plan_mla_decode(
-        inputs["q_latent"], inputs["rope_cache"], inputs["block_table"], inputs["cache_seqlens"],
-        qk_rope_head_dim=problem.qk_rope_head_dim, latent_dtype=codes.dtype,
-    )  # fmt: skip
-    out, lse = mla_decode(**stored, plan=plan_fp8, return_lse=True)
-    judgement = judge(inputs | {"latent_cache": dequantize_latent(codes, scale, torch.float64)}, out, lse)
-    original, _ = exact(inputs)
-    plain = mla_decode(**inputs, plan=plan)
-    small, large = problem.cache_bytes() - problem.tokens_seen() * (problem.kv_lora_rank - 4), problem.cache_bytes()
-    row: Row = {"name": case.name, "MB": small / 1e6, "MB_bf16": large / 1e6}
-    row |= {"original_error": errors(out, original)[0], "bf16_error": errors(plain, original)[0]}
-    del original
-    row = check_then_time(
-        row, judgement, partial(mla_decode, **stored, plan=plan_fp8, out=out),
-        lambda: {"bf16_us": partial(mla_decode, **inputs, plan=plan, out=plain)} if peers else {}, device, min_run_time,
-        cache_bytes=small,
-    )  # fmt: skip
-    if "bf16_us" in row:
-        row["gain"] = row["bf16_us"] / row["us"]
-        both = row["us_graph_warm"], row["bf16_us_graph"]
-        row["gain_graph"] = None if None in both else both[1] / both[0]
-    return row
-
-
+in_16_bits = partial(replace, codes=False)
+measure_latent = partial(measure_beside, "stored_us", stored_form)
+measure_fp8 = partial(measure_beside, "bf16_us", in_16_bits)
 measure, measure_gqa = partial(measure_decode, mla_decode, peers_of), partial(measure_decode, gqa_decode, gqa_peers_of)
 SPEED = Benchmark(
     kind="decode-speed",
@@ -105,12 +83,17 @@ GQA = replace(
     SPEED, kind="gqa-decode-speed", title="gqa_decode, bfloat16, page 64, µs with cold L2", measure=measure_gqa,
     peers=("FA3_us",),
 )  # fmt: skip
+LATENT = replace(
+    SPEED, kind="latent-decode-speed", title="mla_decode of the latent alone beside stored k_pe, bfloat16, page 64",
+    measure=measure_latent, jobs=partial(jobs_beside, stored_form), peers=("stored_us",),
+)  # fmt: skip
 FP8_SPEED = replace(
     SPEED, kind="fp8-decode-speed", title="mla_decode over an fp8 latent cache beside bfloat16", measure=measure_fp8,
-    jobs=fp8_jobs, peers=(),
+    jobs=partial(jobs_beside, in_16_bits), peers=("bf16_us",),
 )  # fmt: skip
 speed = speed_of(SPEED, decode_cases)
 gqa = speed_of(GQA, gqa_cases, "gqa")
+latent = speed_of(LATENT, latent_cases, "latent")
 fp8 = speed_of(FP8_SPEED, fp8_cases, "fp8")
 
 
@@ -176,4 +159,4 @@ def host_us(call: Callable[[], Any], calls: int, rounds: int = 5) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(command(speed, gqa, fp8, host))
+    sys.exit(command(speed, gqa, latent, fp8, host))

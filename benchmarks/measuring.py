@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from benchmarks.peers import Peer, flash_attention_3_mha, load_peer
-from benchmarks.shapes import SpeedCase
+from benchmarks.shapes import SpeedCase, decode_case
+from mha2mla.kernels import mla_decode
 from mha2mla.kernels.parallel_compilation import CompileJob, compile_job
 from mha2mla.kernels.split_kv.op import PagedOp, compiled_shape
 from mha2mla.testing.numeric_check import Judgement, verdict
-from mha2mla.testing.problems import expected
+from mha2mla.testing.problems import Problem, expected, judge
 from mha2mla.testing.timing import Timing, copy_rate, start_device, time_callable
 
 READ_RATE = (32, 128, 64, 2048)  # heads, head width, batch, length of the MHA decode that R is measured with: 2.1 GB
@@ -148,6 +149,37 @@ def measure_decode(
     if judgement.ok:  # a third as many runs as an implementation has
         planning = partial(plan.refresh, inputs["cache_seqlens"], inputs["cache_starts"])
         row["plan_us"] = time_callable(planning, device, min_run_time=min_run_time / 3, graph=False).p50
+    return row
+
+
+def beside(problem: Problem, device: torch.device) -> Peer:
+    """The call of another problem, on inputs of its own, or where float64 has other numbers "missing: why"."""
+    backend = "reference" if device.type == "cpu" else "tilelang"
+    inputs = problem.inputs(torch.bfloat16, device)
+    plan, out = problem.plan(inputs, backend), torch.empty_like(inputs["q_latent"])
+    call = partial(mla_decode, **inputs, plan=plan, out=out, backend=backend)
+    judgement = judge(inputs, *call(return_lse=True))
+    clean(inputs)
+    return call if judgement.ok else f"missing: wrong result: {judgement.reason}"
+
+
+def measure_beside(
+    column: str,
+    other: Callable[[Any], Problem],
+    case: SpeedCase,
+    peers: bool,
+    min_run_time: float,
+    device: str = "cuda:0",
+) -> Row:
+    """:func:`measure_decode` of ``mla_decode``, with the time of ``other`` than the case's problem in ``column``, and
+    ``ratio``, the case's time over it."""
+    problem = other(case.problem)
+    row = measure_decode(
+        mla_decode, lambda *_: {column: beside(problem, torch.device(device))}, case, peers, min_run_time, device
+    )
+    row["beside"] = decode_case(problem).name
+    if isinstance(row.get(column), float):
+        row["ratio"] = row["us"] / row[column]
     return row
 
 

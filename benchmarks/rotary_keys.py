@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measuring import Row, clean, decode_jobs, measure_decode, read_rate
+from benchmarks.measuring import Row, beside, decode_jobs, measure_decode, read_rate
 from benchmarks.peers import Peer
 from benchmarks.recording import Recording, command
 from benchmarks.shapes import SpeedCase, decode_case
@@ -28,7 +27,7 @@ from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import mla_decode
 from mha2mla.kernels.mla_decode.cost import kept_key_bits
 from mha2mla.kernels.parallel_compilation import CompileJob, compile_in_processes, compile_launches
-from mha2mla.testing.problems import KeyCodesProblem, LatentProblem, Problem, judge
+from mha2mla.testing.problems import KeyCodesProblem, LatentProblem, Problem
 
 WAYS = {"computed": "none", "kept": "bfloat16", "kept8": "int8"}  # rotary_key_cache
 KEPT = {"kept": Problem, "kept8": KeyCodesProblem}
@@ -54,17 +53,8 @@ def with_kept_keys(problem: LatentProblem, way: str = "kept") -> Problem:
 
 
 def peers_of(case: SpeedCase, inputs: dict[str, Any], expected: torch.Tensor) -> dict[str, Peer]:
-    """The calls over kept keys, on numbers of their own; judged against float64."""
-    device, found = inputs["q_latent"].device, {}
-    backend = "reference" if device.type == "cpu" else "tilelang"
-    for way in KEPT:
-        problem = with_kept_keys(case.problem, way)
-        mine = problem.inputs(torch.bfloat16, device)
-        call = partial(mla_decode, **mine, plan=problem.plan(mine, backend), backend=backend)
-        judgement = judge(mine, *call(return_lse=True))
-        clean(mine)
-        found[way] = call if judgement.ok else f"wrong: {judgement.reason}"
-    return found
+    """The calls over kept keys."""
+    return {way: beside(with_kept_keys(case.problem, way), inputs["q_latent"].device) for way in KEPT}
 
 
 def op_row(problem: LatentProblem, rate: float, min_run_time: float, device: str) -> Row:

@@ -137,14 +137,52 @@ def decode_cases() -> list[SpeedCase]:
     return cases
 
 
+# H, d_c, d_r, tokens of each of 64 sequences (256 MB and more), times the stored form's time at most, or of R at least
+LATENT_ALONE = (
+    (32, 512, 64, 4096, 1.15),
+    (32, 512, 64, 16384, 1.15),
+    (64, 512, 64, 4096, 1.6),
+    (9, 192, 128, 12288, 1.2),  # SmolLM2 at half its cache
+    (9, 120, 128, 18432, 1.2),
+    (16, 192, 64, 12288, 1.2),
+    (16, 256, 64, 8192, 1.2),
+    (16, 384, 96, 6144, 1.2),
+    (32, 1024, 32, 4096, 0.55),  # 8 kv heads of 128 at half their cache
+    (32, 1024, 64, 4096, 0.55),
+    (32, 1024, 128, 4096, 0.55),
+    (32, 512, 128, 4096, 1.15),
+)
+
+
+def latent_cases() -> list[SpeedCase]:
+    """A cache of the latent alone; :func:`stored_form` is its peer."""
+    return [
+        decode_case(
+            _problem(h, 1, d_c, d_r, 64, length, kind=LatentProblem),
+            Target(share=limit) if limit < 1 else Target(peers=(("stored_us",), limit)),
+        )
+        for h, d_c, d_r, length, limit in LATENT_ALONE
+    ]
+
+
+def stored_form(problem: LatentProblem) -> Problem:
+    """The call over stored rotary keys that reads as many bytes, up to a third of them keys."""
+    kept = min(problem.qk_rope_head_dim, problem.kv_lora_rank // 24 * 8)
+    return Problem(problem.heads, 1, problem.kv_lora_rank - kept, kept, problem.lengths, slack=0)
+
+
 def fp8_cases() -> list[SpeedCase]:
-    """The e4m3 latent cache; bfloat16 over the same tokens is its peer."""
+    """e4m3 latents, beside rotary keys and alone; bfloat16 over the same tokens is their peer."""
     shapes = [(32, 1, 512, 64, 64, 16384), (32, 1, 512, 64, 64, 4096), (32, 1, 512, 64, 8, 4096)]
     shapes += [(32, 1, 512, 64, 1, 32768), (16, 1, 512, 64, 64, 4096), (32, 8, 512, 16, 64, 4096)]
     shapes += [(9, 3, 256, 16, 64, 8192), (128, 1, 512, 64, 64, 4096)]
     gain = Target(peers=(("bf16_us",), 1 / 1.6))
-    return [
-        decode_case(_problem(*shape, combined=False), gain if shape == shapes[0] else NO_TARGET) for shape in shapes
+    coded = {"codes": True, "combined": False}
+    kept = [decode_case(_problem(*shape, **coded), NO_TARGET if index else gain) for index, shape in enumerate(shapes)]
+    return kept + [
+        decode_case(_problem(h, 1, d_c, d_r, 64, length, kind=LatentProblem, **coded))
+        for h, d_c, d_r, length, _ in LATENT_ALONE
+        if d_c % 16 == 0 and d_c <= 512 and d_r * d_c < 36864
     ]
 
 

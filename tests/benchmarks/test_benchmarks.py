@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 pytest.importorskip("rich")
 
-from benchmarks import codes_decode, conversion, decode, latent_decode, recording, runner, sanitize
+from benchmarks import codes_decode, conversion, decode, recording, runner, sanitize
 from benchmarks.peers import checked
-from benchmarks.shapes import SpeedCase, Target, decode_case, decode_cases, fp8_cases, gqa_cases, prefill_cases
+from benchmarks.shapes import (
+    SpeedCase,
+    Target,
+    decode_case,
+    decode_cases,
+    fp8_cases,
+    gqa_cases,
+    latent_cases,
+    prefill_cases,
+)
 from mha2mla.kernels.attention_varlen.warp_specialised import hopper_tiling
-from mha2mla.kernels.mla_decode.api import FP8
 from mha2mla.kernels.split_kv.op import compiled_shape
 from mha2mla.testing.problems import LatentProblem, Problem, RowCodesProblem
 
 
 def test_every_shape_has_a_name_and_a_kernel():
-    decoded = (decode_cases(), gqa_cases(), fp8_cases(), latent_decode.cases(), codes_decode.cases())
+    decoded = (decode_cases(), gqa_cases(), fp8_cases(), latent_cases(), codes_decode.cases())
     for cases in (*decoded, prefill_cases()):
         assert len({case.name for case in cases}) == len(cases)
     for case in (case for cases in decoded for case in cases):
         op, shape = case.problem.op, case.problem.shape()
         assert op.refusal(shape) is None and op.select(compiled_shape(shape), 90)
-    assert all(FP8.select(compiled_shape(case.problem.shape()), 90).num_stages >= 2 for case in fp8_cases())
+    assert all(case.problem.op.select(compiled_shape(case.problem.shape()), 90).num_stages >= 2 for case in fp8_cases())
     for case in prefill_cases():
         hopper_tiling(case.problem.shape())
 
@@ -36,7 +45,7 @@ STORED, LATENT = Problem(4, 1, 48, 24, (130,) * 2, slack=0), LatentProblem(4, 1,
 @pytest.mark.parametrize(
     ("measure", "problem"),
     [
-        *((decode.measure, STORED), (decode.measure_fp8, STORED), (latent_decode.measure, LATENT)),
+        *((decode.measure, STORED), (decode.measure_fp8, replace(STORED, codes=True)), (decode.measure_latent, LATENT)),
         (codes_decode.measure, RowCodesProblem(4, 1, 64, 16, (70,) * 2, slack=0)),
     ],
 )
@@ -45,6 +54,7 @@ def test_measure_checks_and_times_one_shape(measure, problem, monkeypatch):
     row = measure(decode_case(problem), True, 0.01, "cpu")
     assert row["status"] == "ok" and 0 < row["us_p20"] <= row["us"] <= row["us_p80"]
     assert row["error"] <= 2 * row["torch_error"] + torch.finfo(torch.bfloat16).eps / 2
+    assert "beside" not in row or row["ratio"] == row["us"] / row["bf16_us" if problem.codes else "stored_us"]
 
 
 def test_a_wrong_peer_is_no_baseline():
