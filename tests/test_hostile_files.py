@@ -1,70 +1,41 @@
-"""Damaged checkpoints and reports against every verb: how many are refused in one sentence, and what else happens.
-
-    python benchmarks/hostile.py                       # some 1,800 runs, a few minutes of one core
-    python benchmarks/hostile.py --seed 7 --runs 400   # others, fewer
+"""Damaged checkpoints and reports against every verb: refused in one sentence that names the damage.
 
 A case is a verb and one damage to a tiny random source, to what it converts to (one file, or shards with an index), or
-to a JSON report. ``mha2mla.cli.verbs.main`` runs it in a child process, which takes a batch of cases: when one of them
-kills it, the next child goes on with the rest. The seed chooses cases from all that there are.
-
-Outcomes of a run:
-
-    right        exit code 0 and the result of the undamaged files
-    other        exit code 0 and another result: the damage is a value that a model may have, or it was not noticed
-    refused      exit code 2 and one line on standard error
-    traceback    an exception that is no user's error
-    crash        the process died of a signal
-    hang         no answer in 20 s
-
-Beside these, ``long`` counts messages of more than 600 characters, and ``unnamed`` refusals that say neither the
-damaged file, nor its folder, nor the damaged key or tensor.
+to a JSON report.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
-import json as json_format
+import json
 import math
 import os
 import pickle
 import random
-import resource
-import select
 import shutil
-import signal
-import sys
-import tempfile
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import EllipsisType
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from safetensors.torch import load_file, save
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.recording import Recording, command
-from mha2mla.cli.verbs import main
+from tests.commands import run
 from tests.conversion import tiny
-from tests.folders import WEIGHTS, edit_weights
+from tests.few import few
+from tests.folders import WEIGHTS, edit_weights, read_json
 
-SECONDS = 20  # after which a run hangs
 LONGEST = 600  # characters of a message
-BATCH = 60
-MEMORY = 12 << 30  # bytes of address space of a child
-OUTCOMES = ("right", "other", "refused", "traceback", "crash", "hang")
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 SOURCE, CONVERTED, SHARDED = "source", "converted", "sharded"
 QUALITY, LATENCY, CONVERSION = "quality", "latency", "conversion"  # reports
 REPORT = "report.json"
-DEEP = json_format.loads("[" * 400 + "]" * 400)
+DEEP = json.loads("[" * 400 + "]" * 400)
 GONE = "GONE"
 EMPTY_TENSOR = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
 VALUES = (
@@ -88,36 +59,28 @@ TEXTS: Mapping[str, bytes] = {
 }
 
 
-@dataclass(frozen=True)
-class Case:
-    """A verb over files of which one is damaged.
+class Case(NamedTuple):
+    """A verb over files of which those in ``folder`` are damaged.
 
     Attributes:
-        verb: key of :data:`VERBS`.
-        folder: that is damaged; its copy lies in the folder of the run.
         what: the damage, for people.
         names: of which a refusal should say one: file, key or tensor.
-        damage: does it to the copy.
+        damage: does it to a copy of the folder.
     """
 
     verb: str
     folder: str
     what: str
     names: tuple[str, ...]
-    damage: Callable[[Path], None] = field(compare=False)
+    damage: Callable[[Path], Any]
 
 
-@dataclass(frozen=True)
-class Verb:
+class Verb(NamedTuple):
     """Arguments of a verb over a folder of folders, and what of its result does not change from run to run."""
 
     arguments: Callable[[Path, str], list[str]]
     result: Callable[[Path, str], Any]
     folders: tuple[str, ...] = (CONVERTED,)
-
-
-def _read(path: Path) -> Any:
-    return json_format.loads(path.read_text(encoding="utf-8"))
 
 
 def _digests(folder: Path) -> list[str]:
@@ -150,16 +113,16 @@ VERBS: Mapping[str, Verb] = {
     "convert": Verb(_convert, lambda at, _: (at / "out" / CONFIG).is_file(), (SOURCE,)),
     "inspect": Verb(
         lambda at, folder: ["inspect", str(at / folder), "--json", str(at / "out.json")],
-        lambda at, _: [_read(at / "out.json")[key] for key in ("rows", "cache")],
+        lambda at, _: [read_json(at / "out.json")[key] for key in ("rows", "cache")],
         (CONVERTED, SHARDED),
     ),
     "generate": Verb(_generate, lambda at, printed: printed.rpartition("\n\n")[0], (CONVERTED, SHARDED, SOURCE)),
     "eval quality": Verb(
         _quality,
-        lambda at, _: [row["perplexity_ratio"] for row in _read(at / "out.json")["rows"]],
+        lambda at, _: [row["perplexity_ratio"] for row in read_json(at / "out.json")["rows"]],
         (CONVERTED, SOURCE),
     ),
-    "eval latency": Verb(_latency, lambda at, _: [row["status"] for row in _read(at / "out.json")["rows"]]),
+    "eval latency": Verb(_latency, lambda at, _: [row["status"] for row in read_json(at / "out.json")["rows"]]),
     "export remote-code": Verb(
         lambda at, folder: ["export", str(at / folder), str(at / "out")],
         lambda at, _: _digests(at / "out"),
@@ -187,14 +150,14 @@ def _paths(values: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 def _put(file: str, at: tuple[Any, ...], value: Any) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
-        values = whole = _read(folder / file)
+        values = whole = read_json(folder / file)
         for key in at[:-1]:
             values = values[key]
         if value == GONE:
             del values[at[-1]]
         else:
             values[at[-1]] = value
-        (folder / file).write_text(json_format.dumps(whole), encoding="utf-8")
+        (folder / file).write_text(json.dumps(whole), encoding="utf-8")
 
     return damage
 
@@ -256,8 +219,8 @@ def _header(change: Callable[[dict[str, Any]], Any]) -> Callable[[bytes], bytes]
 
     def changed(raw: bytes) -> bytes:
         size = int.from_bytes(raw[:8], "little")
-        header = json_format.loads(raw[8 : 8 + size])
-        text = json_format.dumps(change(header) or header).encode()
+        header = json.loads(raw[8 : 8 + size])
+        text = json.dumps(change(header) or header).encode()
         return len(text).to_bytes(8, "little") + text + raw[8 + size :]
 
     return changed
@@ -325,7 +288,7 @@ def all_cases(at: Path) -> list[Case]:
             found += [(f"{file}: {what}", names, _in_place(file, what)) for what in PLACES]
             if "tokenizer" in file or file == INDEX:  # texts and places alone
                 continue
-            for path in _paths(_read(at / folder / file)):
+            for path in _paths(read_json(at / folder / file)):
                 keys = tuple(str(key) for key in path if isinstance(key, str))
                 shown = ".".join(map(str, path))
                 found += [
@@ -348,11 +311,11 @@ def all_cases(at: Path) -> list[Case]:
                 (f"tensor {name}: {what}", (name, WEIGHTS), partial(edit_weights, changes={name: change}))
                 for what, change in changes.items()
             ]
-    shard = _read(at / SHARDED / INDEX)["weight_map"]["model.norm.weight"]
+    shard = read_json(at / SHARDED / INDEX)["weight_map"]["model.norm.weight"]
     found = damages[SHARDED]
     found += [(f"{shard}: {what}", (shard,), _raw(shard, change)) for what, change in FILES.items()]
     found += [(f"{shard}: {what}", (shard,), _in_place(shard, what)) for what in PLACES]
-    first, *_ = shards = _read(at / SHARDED / INDEX)["weight_map"]
+    first, *_ = shards = read_json(at / SHARDED / INDEX)["weight_map"]
     for what, change in INDICES.items():
         damage = _put(INDEX, ("weight_map", first), change(shards))
         found.append((f"index: {what}", (INDEX, "safetensors", first), damage))
@@ -365,27 +328,23 @@ def all_cases(at: Path) -> list[Case]:
     ]
 
 
-def choose(cases: list[Case], runs: int, seed: int) -> list[Case]:
-    """``runs`` of them: verbs in turn, so that each has its share; of a verb files and keys in turn."""
-    generator = random.Random(seed)
-    by_verb: dict[str, dict[str, list[Case]]] = {}
-    for case in generator.sample(cases, len(cases)):
-        about = f"{case.folder} {case.what.partition(':')[0].partition(' model')[0]}"
-        by_verb.setdefault(case.verb, {}).setdefault(about, []).append(case)
-    chosen: list[Case] = []
-    weights = {"convert": 1, "eval latency": 1, "eval quality": 2}  # the slow ones have fewer
-    while len(chosen) < runs and any(map(len, by_verb.values())):
-        for verb, abouts in by_verb.items():
-            for _ in range(weights.get(verb, 3)):
-                for about in generator.sample(sorted(abouts), len(abouts))[:1]:
-                    chosen.append(abouts[about].pop())
-                    if not abouts[about]:
-                        del abouts[about]
-    return chosen[:runs]
+@contextmanager
+def beside(at: Path, copied: str | None = None) -> Iterator[Path]:
+    """A folder of links to what ``at`` holds, but for the folder that is ``copied``."""
+    here = at.parent / "here"
+    here.mkdir()
+    for entry in at.iterdir():
+        shutil.copytree(entry, here / entry.name) if entry.name == copied else (here / entry.name).symlink_to(entry)
+    try:
+        yield here
+    finally:
+        shutil.rmtree(here)
 
 
-def prepare(at: Path) -> None:
-    """The undamaged files: a source, the same model converted in one file and in shards, and a report."""
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The undamaged files: a source, the same model converted in one file and in shards, and reports."""
+    at = tmp_path_factory.mktemp("hostile") / "files"
     tiny.checkpoint(at / SOURCE)
     keys = {"layout": "shared", "cache_ratio": 0.5, "latent.centered": False, "rope.selection": "uniform"}
     tiny.convert(at / SOURCE, at / CONVERTED, {**tiny.SHORT, **keys})
@@ -394,167 +353,51 @@ def prepare(at: Path) -> None:
     for report in (QUALITY, LATENCY, CONVERSION):
         (at / report).mkdir()
     shutil.copyfile(at / CONVERTED / "conversion.json", at / CONVERSION / REPORT)
+    return at
 
 
-@contextmanager
-def _limited() -> Iterator[None]:
-    def late(*_: Any) -> None:
-        raise _LateError
-
-    signal.signal(signal.SIGALRM, late)
-    signal.alarm(SECONDS)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-
-
-class _LateError(BaseException):
-    """A run took too long."""
+@pytest.fixture
+def expected(files: Path, capsys: pytest.CaptureFixture) -> dict[tuple[str, str], Any]:
+    """Verb and folder → the result over undamaged files. Makes the reports that ``report`` reads, which is last."""
+    found = {}
+    for verb, how in VERBS.items():
+        for folder in how.folders:
+            with beside(files) as here:
+                assert run(*how.arguments(here, folder)) == 0, verb
+                found[verb, folder] = how.result(here, capsys.readouterr().out)
+                if verb.startswith("eval") and folder == CONVERTED:
+                    shutil.copyfile(here / "out.json", files / verb.removeprefix("eval ") / REPORT)
+    return found
 
 
-def _call(arguments: list[str]) -> tuple[str, str, str]:
-    """Outcome (of exit code 0: "right"), what was printed, and the message."""
-    out, err = io.StringIO(), io.StringIO()
-    message = None
-    try:
-        with redirect_stdout(out), redirect_stderr(err), _limited():
-            code = main(arguments)
-        outcome = "right" if code == 0 else "refused" if code == 2 else "other"
-    except SystemExit as error:
-        outcome = "refused" if error.code == 2 else "traceback"
-    except _LateError:
-        outcome, message = "hang", ""
-    except BaseException as error:
-        outcome, message = "traceback", "".join(traceback.format_exception(error))
-    if message is None:
-        message = next((line for line in reversed(err.getvalue().splitlines()) if line.startswith("mha2mla: ")), "")
-        if outcome == "refused" and not message:
-            outcome = "traceback"
-    return outcome, out.getvalue(), message
-
-
-@contextmanager
-def _beside(at: Path, copied: str | None = None) -> Iterator[Path]:
-    """A folder of links to what ``at`` holds, but for the folder that is ``copied``."""
-    with tempfile.TemporaryDirectory(dir=at.parent) as name:
-        for entry in at.iterdir():
-            here = Path(name, entry.name)
-            shutil.copytree(entry, here) if entry.name == copied else here.symlink_to(entry)
-        yield Path(name)
-
-
-def run_case(case: Case, at: Path, expected: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
-    """One case over a fresh copy of the files in ``at``."""
-    with _beside(at, copied=case.folder) as here:
+def outcome_of(case: Case, files: Path, expected: Mapping[tuple[str, str], Any], capsys: Any) -> str:
+    """ "right": the result of undamaged files; "other": another one, of a value that a model may have; "refused"."""
+    with beside(files, copied=case.folder) as here:
         case.damage(here / case.folder)
         verb = VERBS[case.verb]
-        outcome, printed, message = _call(verb.arguments(here, case.folder))
-        if outcome == "right":
+        code = run(*verb.arguments(here, case.folder))
+        printed = capsys.readouterr()
+        if code == 0:
             try:
-                same = verb.result(here, printed) == expected[case.verb, case.folder]
+                same = verb.result(here, printed.out) == expected[case.verb, case.folder]
             except (OSError, ValueError, LookupError):
                 same = False
-            outcome = "right" if same else "other"
-    named = any(each in message for each in (*case.names, str(here / case.folder)))
-    row = {"verb": case.verb, "folder": case.folder, "what": case.what, "outcome": outcome}
-    row |= {"characters": len(message), "named": named or outcome != "refused", "message": message[-2000:]}
-    return row
+            return "right" if same else "other"
+        message = next(line for line in reversed(printed.err.splitlines()) if line.startswith("mha2mla: "))
+        assert code == 2 and len(message) <= LONGEST, case
+        assert any(name in message for name in (*case.names, str(here / case.folder))), (case, message)
+        return "refused"
 
 
-def expectations(at: Path) -> dict[tuple[str, str], Any]:
-    """Verb and folder → the result over undamaged files. Makes the reports that ``report`` reads, which is last."""
-    expected = {}
-    for verb, folder in [(verb, folder) for verb, how in VERBS.items() for folder in how.folders]:
-        with _beside(at) as here:
-            outcome, printed, message = _call(VERBS[verb].arguments(here, folder))
-            if outcome != "right":
-                raise RuntimeError(f"{verb} of undamaged files: {outcome}: {message}")
-            expected[verb, folder] = VERBS[verb].result(here, printed)
-            if verb.startswith("eval") and folder == CONVERTED:
-                shutil.copyfile(here / "out.json", at / verb.removeprefix("eval ") / REPORT)
-    return expected
-
-
-def run_cases(cases: list[Case], at: Path, expected: Mapping[tuple[str, str], Any]) -> Iterator[dict[str, Any]]:
-    """A row per case, from children that are forked for a batch each."""
-    left = list(cases)
-    while left:
-        batch = left[:BATCH]
-        answers, questions = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(answers)
-            resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-            with open(questions, "w", encoding="utf-8") as file:
-                for case in batch:
-                    print(json_format.dumps(run_case(case, at, expected)), file=file, flush=True)
-            os._exit(0)
-        os.close(questions)
-        done, buffer, outcome = 0, b"", "crash"
-        while True:
-            if not select.select([answers], [], [], SECONDS + 10)[0]:  # it does not even hear its alarm
-                os.kill(child, signal.SIGKILL)
-                outcome = "hang"
-            if not (read := os.read(answers, 1 << 16)):
-                break
-            *lines, buffer = (buffer + read).split(b"\n")
-            yield from map(json_format.loads, lines)
-            done += len(lines)
-        os.close(answers)
-        os.waitpid(child, 0)
-        if done < len(batch):
-            case = batch[done]
-            row = {"verb": case.verb, "folder": case.folder, "what": case.what, "outcome": outcome}
-            yield row | {"characters": 0, "named": True, "message": ""}
-            done += 1
-        left = left[done:]
-
-
-def counts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row per verb and one of all: runs by outcome, long messages, refusals that name nothing."""
-    table = []
-    for verb in [*dict.fromkeys(row["verb"] for row in rows), "all"]:
-        found = [row for row in rows if verb in (row["verb"], "all")]
-        outcomes = Counter(row["outcome"] for row in found)
-        table.append(
-            {
-                "verb": verb,
-                "runs": len(found),
-                **{outcome: outcomes[outcome] for outcome in OUTCOMES},
-                "long": sum(row["outcome"] == "refused" and row["characters"] > LONGEST for row in found),
-                "unnamed": sum(not row["named"] for row in found),
-            }
-        )
-    return table
-
-
-def hostile(runs: int = 1800, seed: int = 1, json: str | None = None, details: str | None = None) -> bool:
-    """Counts of outcomes by verb.
-
-    Args:
-        runs: how many cases.
-        seed: of their choice.
-        json: also write the counts to this file.
-        details: also write every run to this file, a line each.
-    """
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as name:
-        at = Path(name) / "files"
-        at.mkdir()
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            prepare(at)
-        expected = expectations(at)
-        cases = choose(all_cases(at), runs, seed)
-        rows = list(run_cases(cases, at, expected))
-    if details:
-        Path(details).write_text("".join(json_format.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    recording = Recording("hostile", json, seed=seed)
-    recording.rows += counts(rows)
-    recording.write()
-    recording.show(f"outcomes of {len(rows)} damaged checkpoints and reports, seed {seed}")
-    return not any(recording.rows[-1][bad] for bad in ("traceback", "crash", "hang", "long"))
-
-
-if __name__ == "__main__":
-    sys.exit(command(hostile, cpu=True))
+@few("seed", range(20), count=1)
+def test_damaged_files_are_refused_in_a_sentence(seed, files, expected, capsys):
+    by_verb: dict[str, dict[str, list[Case]]] = {}
+    for case in all_cases(files):
+        about = f"{case.folder} {case.what.partition(':')[0].partition(' model')[0]}"
+        by_verb.setdefault(case.verb, {}).setdefault(about, []).append(case)
+    draw, slow, chosen = random.Random(seed), ("convert", "eval latency"), []
+    for verb, cases in by_verb.items():  # files in turn, of which some have few cases
+        abouts = draw.choices(sorted(cases), k=1 if verb in slow else 5)
+        chosen += [draw.choice(cases[about]) for about in abouts]
+    outcomes = Counter(outcome_of(case, files, expected, capsys) for case in chosen)
+    assert outcomes["refused"] > 10 and outcomes["other"] < 6
