@@ -1,14 +1,12 @@
 """A decode step of a converted model: its time in a CUDA graph against what memory allows, and its kernels one by one.
 
     python benchmarks/step_timeline.py --json benchmarks/results/h200-step.json --timeline
-    python benchmarks/step_timeline.py --device cpu
 
 Weights and caches are random numbers, of Llama-2-7B's and Llama-3-8B's shapes. The limit reads all weights of a step
 and the cache once at R, the read rate of this run. A step is made in two ways: "fewer" is what the model serves with;
 "parts" is the base model's own modules with every projection by itself, which a hook on each asks for. At batch 1 their
 logits are compared before anything is timed: the new way may be twice as far as the old from what the decode op's torch
 reference gives.
-On a CPU small models of the same layouts count the ops that a step calls, and no time is taken.
 """
 
 from __future__ import annotations
@@ -25,10 +23,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.measuring import read_rate
 from benchmarks.recording import Recording, command
 from mha2mla.eval.latency import weight_bytes
 from mha2mla.eval.report import print_table
@@ -51,9 +49,6 @@ ROWS = ((1, 2048), (8, 2048), (16, 8192), (64, 8192), (128, 8192))
 COLUMNS = (
     "layout", "batch", "context", "way", "ms", "limit_ms", "ratio", "kernels", "busy_ms", "gap_ms", "status",
 )  # fmt: skip
-FREE = ("view", "transpose", "slice", "select", "split", "expand", "permute", "as_strided", "detach", "alias", "t")
-FREE += ("split_with_sizes", "unsqueeze", "squeeze", "empty", "new_empty", "empty_like")
-FREE += ("_unsafe_view", "_reshape_alias")
 
 
 def layout_config(layout: str, layers: int, small: bool = False) -> MHA2MLAConfig:
@@ -137,19 +132,6 @@ def kernels_of(graph: torch.cuda.CUDAGraph) -> list[dict[str, Any]]:
     return found
 
 
-class Calls(TorchDispatchMode):
-    """Names of the ops that a GPU would launch something for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name().partition("::")[2].partition(".")[0] not in FREE:
-            self.names.append(func.name())
-        return func(*args, **kwargs or {})
-
-
 def by_plain_torch(cache: PagedCache) -> PagedCache:
     """The same pages, over which the ops' references attend."""
     kind = "gqa" if isinstance(cache.layers[0].constants.geometry, GQAGeometry) else "mla"
@@ -231,33 +213,7 @@ def products(model: MHA2MLAForCausalLM, rate: float) -> list[dict[str, Any]]:
 
 
 @torch.no_grad()
-def count_ops(layers: int) -> list[dict[str, Any]]:
-    """On a CPU: ops of a one-token step of small models in both ways, of which a layer has its share."""
-    rows = []
-    for layout in LAYOUTS:
-        counts: dict[str, list[list[str]]] = {"parts": [], "fewer": []}
-        for depth in (layers, layers + 1):
-            model = build(layout, depth, True, torch.device("cpu"), torch.float32)
-            cache = model.paged_cache(8, 16)
-            (step, _), ids = prepared(cache, 2, 20), torch.zeros(2, dtype=torch.long)
-            with in_parts(model), Calls() as calls:
-                expected = model.forward_batch(ids, step)
-            counts["parts"].append(calls.names)
-            model.forward_batch(ids, step)  # moves weights
-            with Calls() as calls:
-                logits = model.forward_batch(ids, step)
-            counts["fewer"].append(calls.names)
-            error = float((logits - expected).norm() / expected.norm())
-            if error > 1e-5:
-                raise ValueError(f"logits of {layout} in fewer ops are off by {error}; expected at most 1e-5")
-        for way, (few, more) in counts.items():
-            rows.append({"layout": layout, "way": way, "ops of a step": len(few), "of a layer": len(more) - len(few)})
-    return rows
-
-
-@torch.no_grad()
 def step_timeline(
-    device: str = "cuda",
     layout: list[str] | None = None,
     row: list[int] | None = None,
     way: list[str] | None = None,
@@ -270,7 +226,6 @@ def step_timeline(
     """Times the steps, prints their table, and with ``timeline`` a layer's kernels of each.
 
     Args:
-        device: "cuda", or "cpu" to count ops of small models.
         layout: names of LAYOUTS; default all.
         row: which of ROWS; default all.
         way: "parts", "fewer"; default both.
@@ -284,16 +239,10 @@ def step_timeline(
         Whether every row that was reached is right.
     """
     until = time.monotonic() + budget
-    if device == "cpu":
-        table = Recording("ops-of-a-step", json)
-        table.rows += count_ops(min(layers, 2))
-        return table.show("ops of a one-token step, small models")
-    from benchmarks.measuring import read_rate
-
     rate, chosen = read_rate(), [ROWS[index] for index in row or range(len(ROWS))]
     table = Recording("decode-step", json, **rate)
     for name in layout or LAYOUTS:
-        model = build(name, layers, False, torch.device(device), torch.bfloat16)
+        model = build(name, layers, False, torch.device("cuda"), torch.bfloat16)
         page = 64
         cache = model.paged_cache(max(batch * -(-context // page) for batch, context in chosen), page)
         for tensors in cache.tensors:
@@ -314,4 +263,4 @@ def step_timeline(
 
 
 if __name__ == "__main__":
-    sys.exit(command(step_timeline, cpu=True))
+    sys.exit(command(step_timeline))

@@ -1,19 +1,10 @@
-"""The step benchmark on a CPU: every layout's two ways agree, and the served one calls fewer ops."""
+"""The step benchmark on a CPU: what is wrong gets no time; and Python calls of a step."""
 
 import pytest
 import torch
 
 from benchmarks.step_calls import calls_per_layer, count_step
-from benchmarks.step_timeline import LAYOUTS, build, count_ops, in_parts, judge, prepared, products, summary
-
-
-def test_the_served_way_calls_fewer_ops():
-    rows = count_ops(1)
-    ways = {(row["layout"], row["way"]): row["of a layer"] for row in rows}
-    for layout in LAYOUTS:
-        # norms, three products of the layer's own, append, maps, decode, output, activation
-        assert ways[layout, "fewer"] <= 11 + 4 < ways[layout, "parts"]
-    assert ways["per head 512+16", "fewer"] == 11
+from benchmarks.step_timeline import build, in_parts, judge, prepared, products, summary
 
 
 @torch.no_grad()

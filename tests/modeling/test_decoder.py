@@ -137,12 +137,14 @@ def test_weights_move_with_the_prompt_and_not_later():
     assert addresses[0] == addresses[1] == addresses[2]
 
 
-def test_a_layer_launches_few_ops():
+@pytest.mark.parametrize("case", ["maps per query head", "shared", "latent"])
+def test_a_layer_launches_few_ops(case):
     """One product for what reads one input, and nothing that computes but products, norms, append and attention."""
-    model, ids = models.mla_model("maps per query head"), models.tokens(1, 12)
+    model, ids = models.mla_model(case), models.tokens(1, 12)
     decode(model, ids)  # moves weights
     _, calls = decode(model, ids)
     assert sum(name in ("aten::mm", "aten::addmm") for name in calls.names) == 4 * 2 + 1
     assert calls.names.count("mha2mla::rms_norm") == 2 * 2 + 1
     assert calls.names.count("mha2mla::rope_append") == calls.names.count("mha2mla::silu_mul") == 2
     assert calls.names.count("aten::bmm.out") == 2 * 2
+    assert not {"aten::copy_", "aten::clone", "aten::cat"} & set(calls.names)
