@@ -33,9 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measuring import Row, read_rate, start_measuring
 from benchmarks.recording import Recording, command
-from benchmarks.rotary_keys import with_kept_keys
 from benchmarks.runner import PIPE_WIDTH
-from benchmarks.shapes import decode_case
+from benchmarks.shapes import decode_case, with_kept_keys
 from mha2mla.eval.report import print_table
 from mha2mla.kernels import DecodePlan, mla_decode
 from mha2mla.kernels.mla_decode.api import LATENT

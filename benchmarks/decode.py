@@ -4,6 +4,7 @@
     python benchmarks/decode.py speed --only "H128"        # shapes.py has the names
     python benchmarks/decode.py gqa        # beside FlashAttention-3 on the same pages
     python benchmarks/decode.py latent     # the latent alone, beside stored rotary keys of as many bytes
+    python benchmarks/decode.py keys       # the latent alone, beside rotary keys kept in 16 and in 8 bits
     python benchmarks/decode.py fp8        # e4m3 latents, beside bfloat16 over the same tokens
     python benchmarks/decode.py host --profile
 
@@ -19,7 +20,7 @@ import pstats
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,12 +41,14 @@ from benchmarks.shapes import (
     decode_cases,
     fp8_cases,
     gqa_cases,
+    key_cases,
     latent_cases,
     stored_form,
+    with_kept_keys,
 )
 from mha2mla.kernels import gqa_decode, mla_decode
 from mha2mla.kernels.parallel_compilation import CompileJob, compile_in_processes, compile_launches
-from mha2mla.testing.problems import Problem
+from mha2mla.testing.problems import KeyCodesProblem, Problem
 
 
 def peers_of(case: SpeedCase, inputs: dict[str, Any], expected: torch.Tensor) -> dict[str, Peer]:
@@ -62,14 +65,17 @@ def gqa_peers_of(case: SpeedCase, inputs: dict[str, Any], expected: torch.Tensor
     return {"FA3_us": flash_attention_3_gqa(case.problem, inputs, expected)}
 
 
-def jobs_beside(other: Callable[[Any], Problem], case: SpeedCase) -> list[CompileJob]:
-    """Kernels of a case and of the call beside it."""
-    return decode_jobs(case) + decode_jobs(decode_case(other(case.problem)))
+def jobs_beside(others: Mapping[str, Callable[[Any], Problem]], case: SpeedCase) -> list[CompileJob]:
+    """Kernels of a case and of the calls beside it."""
+    problems = [case.problem, *(other(case.problem) for other in others.values())]
+    return [job for problem in problems for job in decode_jobs(decode_case(problem))]
 
 
-in_16_bits = partial(replace, codes=False)
-measure_latent = partial(measure_beside, "stored_us", stored_form)
-measure_fp8 = partial(measure_beside, "bf16_us", in_16_bits)
+STORED = {"stored_us": stored_form}
+KEPT = {"kept_us": with_kept_keys, "kept8_us": partial(with_kept_keys, kind=KeyCodesProblem)}
+IN_16_BITS = {"bf16_us": partial(replace, codes=False)}
+measure_latent, measure_keys = partial(measure_beside, STORED), partial(measure_beside, KEPT)
+measure_fp8 = partial(measure_beside, IN_16_BITS)
 measure, measure_gqa = partial(measure_decode, mla_decode, peers_of), partial(measure_decode, gqa_decode, gqa_peers_of)
 SPEED = Benchmark(
     kind="decode-speed",
@@ -85,15 +91,19 @@ GQA = replace(
 )  # fmt: skip
 LATENT = replace(
     SPEED, kind="latent-decode-speed", title="mla_decode of the latent alone beside stored k_pe, bfloat16, page 64",
-    measure=measure_latent, jobs=partial(jobs_beside, stored_form), peers=("stored_us",),
+    measure=measure_latent, jobs=partial(jobs_beside, STORED), peers=tuple(STORED),
+)  # fmt: skip
+KEYS = replace(
+    SPEED, kind="rotary-keys", title="mla_decode of the latent alone beside kept rotary keys, bfloat16, page 64",
+    measure=measure_keys, jobs=partial(jobs_beside, KEPT), peers=tuple(KEPT),
 )  # fmt: skip
 FP8_SPEED = replace(
     SPEED, kind="fp8-decode-speed", title="mla_decode over an fp8 latent cache beside bfloat16", measure=measure_fp8,
-    jobs=partial(jobs_beside, in_16_bits), peers=("bf16_us",),
+    jobs=partial(jobs_beside, IN_16_BITS), peers=tuple(IN_16_BITS),
 )  # fmt: skip
 speed = speed_of(SPEED, decode_cases)
 gqa = speed_of(GQA, gqa_cases, "gqa")
-latent = speed_of(LATENT, latent_cases, "latent")
+latent, keys = speed_of(LATENT, latent_cases, "latent"), speed_of(KEYS, key_cases, "keys")
 fp8 = speed_of(FP8_SPEED, fp8_cases, "fp8")
 
 
@@ -159,4 +169,4 @@ def host_us(call: Callable[[], Any], calls: int, rounds: int = 5) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(command(speed, gqa, latent, fp8, host))
+    sys.exit(command(speed, gqa, latent, keys, fp8, host))

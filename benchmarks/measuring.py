@@ -13,7 +13,7 @@ from benchmarks.peers import Peer, flash_attention_3_mha, load_peer
 from benchmarks.shapes import SpeedCase, decode_case
 from mha2mla.kernels import mla_decode
 from mha2mla.kernels.parallel_compilation import CompileJob, compile_job
-from mha2mla.kernels.split_kv.op import PagedOp, compiled_shape
+from mha2mla.kernels.split_kv.op import compiled_shape
 from mha2mla.testing.numeric_check import Judgement, verdict
 from mha2mla.testing.problems import Problem, expected, judge
 from mha2mla.testing.timing import Timing, copy_rate, start_device, time_callable
@@ -103,11 +103,11 @@ def check_then_time(
     return row
 
 
-def decode_jobs(case: SpeedCase, op: PagedOp | None = None) -> list[CompileJob]:
-    """Kernels that a decode case launches on this machine's GPU; ``op`` in place of the problem's."""
+def decode_jobs(case: SpeedCase) -> list[CompileJob]:
+    """Kernels that a decode case launches on this machine's GPU."""
     here = torch.device("cuda", torch.cuda.current_device())
     calls = [(len(case.problem.lengths), lambda resident: resident)]
-    return [compile_job(op or case.problem.op, compiled_shape(case.problem.shape()), here, calls)]
+    return [compile_job(case.problem.op, compiled_shape(case.problem.shape()), here, calls)]
 
 
 @torch.inference_mode()
@@ -164,22 +164,24 @@ def beside(problem: Problem, device: torch.device) -> Peer:
 
 
 def measure_beside(
-    column: str,
-    other: Callable[[Any], Problem],
+    others: Mapping[str, Callable[[Any], Problem]],
     case: SpeedCase,
     peers: bool,
     min_run_time: float,
     device: str = "cuda:0",
 ) -> Row:
-    """:func:`measure_decode` of ``mla_decode``, with the time of ``other`` than the case's problem in ``column``, and
-    ``ratio``, the case's time over it."""
-    problem = other(case.problem)
-    row = measure_decode(
-        mla_decode, lambda *_: {column: beside(problem, torch.device(device))}, case, peers, min_run_time, device
-    )
-    row["beside"] = decode_case(problem).name
-    if isinstance(row.get(column), float):
-        row["ratio"] = row["us"] / row[column]
+    """:func:`measure_decode` of ``mla_decode``, with the times of ``others`` than the case's problem by their columns,
+    and ``ratio``, the case's time over that of the first."""
+    problems = {column: other(case.problem) for column, other in others.items()}
+
+    def peers_of(*_: Any) -> dict[str, Peer]:
+        return {column: beside(problem, torch.device(device)) for column, problem in problems.items()}
+
+    row = measure_decode(mla_decode, peers_of, case, peers, min_run_time, device)
+    first = next(iter(problems))
+    row["beside"] = decode_case(problems[first]).name
+    if isinstance(row.get(first), float):
+        row["ratio"] = row["us"] / row[first]
     return row
 
 

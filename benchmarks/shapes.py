@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from mha2mla.testing.prefill_problems import PrefillProblem
@@ -169,6 +169,21 @@ def stored_form(problem: LatentProblem) -> Problem:
     """The call over stored rotary keys that reads as many bytes, up to a third of them keys."""
     kept = min(problem.qk_rope_head_dim, problem.kv_lora_rank // 24 * 8)
     return Problem(problem.heads, 1, problem.kv_lora_rank - kept, kept, problem.lengths, slack=0)
+
+
+def key_cases() -> list[SpeedCase]:
+    """A cache of the latent alone of 64 sequences, whole pages, with :func:`with_kept_keys` of 300 MB."""
+    widths = ((512, 64), (1024, 64), (512, 128), (192, 128))
+    return [
+        decode_case(_problem(h, 1, d_c, d_r, 64, int(300e6 / (128 * (d_c + d_r)) / 64) * 64, kind=LatentProblem))
+        for d_c, d_r in widths
+        for h in (9, 28, 40)
+    ]
+
+
+def with_kept_keys(problem: LatentProblem, kind: type[Problem] = Problem) -> Problem:
+    """The same call over stored keys."""
+    return kind(**{each.name: getattr(problem, each.name) for each in fields(Problem)})
 
 
 def fp8_cases() -> list[SpeedCase]:

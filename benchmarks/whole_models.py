@@ -27,15 +27,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measuring import Row, measure_decode, read_rate
 from benchmarks.recording import Recording, command
-from benchmarks.rotary_keys import WAYS, with_kept_keys
-from benchmarks.shapes import decode_case
+from benchmarks.shapes import decode_case, with_kept_keys
 from benchmarks.step_timeline import by_plain_torch, captured, distances, prepared, replay_ms
 from mha2mla.eval.latency import weight_bytes
 from mha2mla.kernels import compile_ahead, gqa_decode, mla_decode
 from mha2mla.modeling import paged_model
 from mha2mla.modeling.config import cache_bytes_per_token
 from mha2mla.modeling.paged_cache import PagedCache
-from mha2mla.testing.problems import GQAProblem, LatentProblem, Problem
+from mha2mla.testing.problems import GQAProblem, KeyCodesProblem, LatentProblem, Problem
 from mha2mla.trial_models import ShapeName, converted_config, random_model, source_config
 
 # Widths of layout latent, d_c and d_r, at half of the source's cache and for Llama-2-7B at an eighth; the most telling
@@ -46,6 +45,7 @@ MODELS: dict[ShapeName, tuple[int, int]] = {
     "smollm2-135m": (192, 128),
     "llama-2-7b": (1024, 64),
 }
+WAYS = {"computed": "none", "kept": "bfloat16", "kept8": "int8"}  # rotary_key_cache
 SHARED_ROPE = 64
 SHAPES = ((64, 8192), (1, 2048), (16, 8192), (8, 2048), (128, 8192))  # sequences, tokens of each
 LONGEST = 8192  # tokens of each of as many sequences as fit
@@ -149,7 +149,8 @@ def op_problem(case: Case, shape: tuple[int, int] = OP) -> Problem | GQAProblem:
     layer = config.layer_geometry(0)
     kind = Problem if case.way == "shared" else LatentProblem
     problem = kind(heads, 1, layer.kv_lora_rank, layer.qk_rope_head_dim, lengths, slack=0)
-    return problem if case.way in ("computed", "shared") else with_kept_keys(problem, case.way)
+    kept = {"kept": Problem, "kept8": KeyCodesProblem}.get(case.way)
+    return problem if kept is None else with_kept_keys(problem, kept)
 
 
 def op_row(case: Case, seconds: float, device: str, shape: tuple[int, int] = OP) -> Row:

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("rich")
 
-from benchmarks import codes_decode, conversion, decode, recording, runner, sanitize
+from benchmarks import codes_decode, conversion, decode, measuring, recording, runner, sanitize
 from benchmarks.peers import checked
 from benchmarks.shapes import (
     SpeedCase,
@@ -19,6 +19,7 @@ from benchmarks.shapes import (
     decode_cases,
     fp8_cases,
     gqa_cases,
+    key_cases,
     latent_cases,
     prefill_cases,
 )
@@ -28,10 +29,12 @@ from mha2mla.testing.problems import LatentProblem, Problem, RowCodesProblem
 
 
 def test_every_shape_has_a_name_and_a_kernel():
-    decoded = (decode_cases(), gqa_cases(), fp8_cases(), latent_cases(), codes_decode.cases())
+    decoded = (decode_cases(), gqa_cases(), fp8_cases(), latent_cases(), key_cases(), codes_decode.cases())
     for cases in (*decoded, prefill_cases()):
         assert len({case.name for case in cases}) == len(cases)
-    for case in (case for cases in decoded for case in cases):
+    beside = ((latent_cases(), decode.STORED), (key_cases(), decode.KEPT), (fp8_cases(), decode.IN_16_BITS))
+    others = [decode_case(other(x.problem)) for cases, those in beside for x in cases for other in those.values()]
+    for case in (*others, *(case for cases in decoded for case in cases)):
         op, shape = case.problem.op, case.problem.shape()
         assert op.refusal(shape) is None and op.select(compiled_shape(shape), 90)
     assert all(case.problem.op.select(compiled_shape(case.problem.shape()), 90).num_stages >= 2 for case in fp8_cases())
@@ -46,6 +49,7 @@ STORED, LATENT = Problem(4, 1, 48, 24, (130,) * 2, slack=0), LatentProblem(4, 1,
     ("measure", "problem"),
     [
         *((decode.measure, STORED), (decode.measure_fp8, replace(STORED, codes=True)), (decode.measure_latent, LATENT)),
+        (decode.measure_keys, LatentProblem(9, 1, 48, 16, (70,) * 2, slack=0)),
         (codes_decode.measure, RowCodesProblem(4, 1, 64, 16, (70,) * 2, slack=0)),
     ],
 )
@@ -54,7 +58,16 @@ def test_measure_checks_and_times_one_shape(measure, problem, monkeypatch):
     row = measure(decode_case(problem), True, 0.01, "cpu")
     assert row["status"] == "ok" and 0 < row["us_p20"] <= row["us"] <= row["us_p80"]
     assert row["error"] <= 2 * row["torch_error"] + torch.finfo(torch.bfloat16).eps / 2
-    assert "beside" not in row or row["ratio"] == row["us"] / row["bf16_us" if problem.codes else "stored_us"]
+    if "beside" in row:
+        others = [row[key] for key in ("stored_us", "bf16_us", "kept_us", "kept8_us") if key in row]
+        assert row["ratio"] == row["us"] / others[0] and min(others) > 0
+
+
+def test_a_wrong_call_beside_gets_no_time(monkeypatch):
+    right = measuring.judge
+    monkeypatch.setattr(measuring, "judge", lambda inputs, out, lse: right(inputs, out * 1.1, lse))
+    row = decode.measure_latent(decode_case(LATENT), True, 0.01, "cpu")
+    assert row["status"] == "ok" and row["stored_us"].startswith("missing: wrong result: ") and "ratio" not in row
 
 
 def test_a_wrong_peer_is_no_baseline():

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import cliffs
 from benchmarks.cliffs import NAMED, OTHERS, Call, calls_of, complete, draw, is_slow, measure, problem_of
-from benchmarks.rotary_keys import with_kept_keys
+from benchmarks.shapes import with_kept_keys
 from mha2mla.testing.problems import LatentProblem
 
 RATE = 4e12
