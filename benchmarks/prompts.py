@@ -45,21 +45,13 @@ from mha2mla.modeling import LatentCache, SequenceBatch, paged_model
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.cache_layout import PAGE_SIZE
 from mha2mla.modeling.registry import AttentionConstants, GQAGeometry
-from mha2mla.testing.numeric_check import ERROR_FACTOR
+from mha2mla.testing.numeric_check import ERROR_FACTOR, PlainAttention, errors
 from mha2mla.testing.timing import time_callable
 from mha2mla.trial_models import converted_config, random_model, source_config
 
 SHAPES = ((1, 512), (8, 512), (32, 1024), (1, 8192))
 CASES = {"128 computed": (128, "none"), "128 kept": (128, "bfloat16"), "64 computed": (64, "none")}
 PIECE, JUDGED, TOLERANCE = 8, 64, 2e-2
-# µs of a layer's attention on one H100, by the FLOP at 420 TFLOP/s (absorbed 250), and 60 µs around the expanded form
-PREDICTED = {
-    "source": {(1, 512): 25, (8, 512): 30, (32, 1024): 110, (1, 8192): 210},
-    "128 computed expanded": {(1, 512): 70, (8, 512): 85, (32, 1024): 290, (1, 8192): 420},
-    "128 kept expanded": {(1, 512): 55, (8, 512): 65, (32, 1024): 250, (1, 8192): 395},
-    "64 computed expanded": {(1, 512): 70, (8, 512): 75, (32, 1024): 230, (1, 8192): 330},
-    "128 computed absorbed": {(1, 512): 40, (8, 512): 110, (32, 1024): 1300, (1, 8192): 2100},
-}
 
 
 @dataclass
@@ -79,14 +71,10 @@ def new_batch(batch: int, length: int, device: str) -> tuple[SequenceBatch, int]
 
 def exact(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     """float64 attention of the last rows [B, n, H, d] over [B, T, h, d]: [B, n, H, d_v]."""
-    (batch, rows, heads, _), length = queries.shape, keys.shape[1]
-    out = []
-    for b in range(batch):
-        k, v = (x[b].double().repeat_interleave(heads // x.shape[2], 1) for x in (keys, values))
-        score = torch.einsum("nhd,thd->hnt", queries[b].double(), k) * scale
-        seen = torch.arange(length, device=k.device) <= torch.arange(length - rows, length, device=k.device)[:, None]
-        out.append(torch.einsum("hnt,thd->nhd", score.masked_fill(~seen, -torch.inf).softmax(-1), v))
-    return torch.stack(out)
+    rows, length = queries.shape[1], keys.shape[1]
+    seen = torch.arange(length, device=keys.device) <= torch.arange(length - rows, length, device=keys.device)[:, None]
+    parts = (PlainAttention((q,), (k,), v, seen, scale) for q, k, v in zip(queries, keys, values, strict=True))
+    return torch.stack([part.to(torch.float64).attend() for part in parts])
 
 
 def source_attention(constants: AttentionConstants, batch: int, length: int, device: str) -> Attention:
@@ -176,10 +164,6 @@ def converted_attention(constants: AttentionConstants, batch: int, length: int, 
     }
 
 
-def error_of(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected).norm() / expected.norm())
-
-
 def host_ms(call: Callable[[], Any], device: str, runs: int = 5) -> tuple[float, float]:
     """Median ms until a call has returned, and until the device is done."""
     times = []
@@ -220,7 +204,7 @@ def attention_rows(table: Recording, shapes: list[tuple[int, int]], configs: dic
         for name, each in found.items():
             row = {"what": "attention", "case": name, "batch": batch, "length": length}
             judged = each.call().unflatten(0, (batch, length))[:, -JUDGED:]
-            row |= {"error": error_of(judged, each.expected), "GFLOP": each.flops / 1e9}
+            row |= {"error": errors(judged, each.expected)[0], "GFLOP": each.flops / 1e9}
             row["status"] = "ok" if row["error"] <= TOLERANCE else f"wrong: more than {TOLERANCE}"
             if row["status"] == "ok":
                 timing = time_callable(each.call, device, min_run_time=0.05, graph=False)
@@ -231,7 +215,6 @@ def attention_rows(table: Recording, shapes: list[tuple[int, int]], configs: dic
                     "host_ms": host_ms(each.call, device)[0],
                 }
                 row |= {"TFLOP/s": each.flops / timing.p50 / 1e6}
-                row["predicted_ms"] = PREDICTED.get(name, {}).get((batch, length), 0) / 1e3 or None
             table.add(row)
 
 
@@ -327,8 +310,8 @@ def prompts(
             for way, call in calls.items():
                 row = {"what": f"step, {way}", "case": name, "batch": size[0], "length": size[1]}
                 if size == (1, 512):
-                    row["error"] = error_of(call(), wide[name])
-                    limit = ERROR_FACTOR * error_of(sdpa[name], wide[name])
+                    row["error"] = errors(call(), wide[name])[0]
+                    limit = ERROR_FACTOR * errors(sdpa[name], wide[name])[0]
                     row["status"] = "ok" if row["error"] <= limit else f"wrong: more than {limit:.2g}"
                 row["host_ms"], row["ms"] = host_ms(call, device, 5 if device == "cuda" else 1)
                 if size in sizes:
@@ -337,7 +320,7 @@ def prompts(
                 table.add(row)
                 if profile and way == "paged":
                     print_profile(call, device)
-    columns = ["what", "case", "batch", "length", "error", "GFLOP", "TFLOP/s", "ms", "predicted_ms", "of_source"]
+    columns = ["what", "case", "batch", "length", "error", "GFLOP", "TFLOP/s", "ms", "of_source"]
     return table.show("prompts, SmolLM2's shape, half of its cache", [*columns, "host_ms", "status"])
 
 
