@@ -6,7 +6,7 @@
     python benchmarks/decode.py latent     # the latent alone, beside stored rotary keys of as many bytes
     python benchmarks/decode.py keys       # the latent alone, beside rotary keys kept in 16 and in 8 bits
     python benchmarks/decode.py fp8        # e4m3 latents, beside bfloat16 over the same tokens
-    python benchmarks/decode.py host --profile
+    python benchmarks/decode.py host
 
 ``runner.py`` says what the numbers of speeds are; ``ratio`` is the time over that of the cache beside it. Everything
 that may hang runs in a process of its own, under a time-out. Errors over many geometries are ``mha2mla check
@@ -15,8 +15,6 @@ kernels``'. ``loss_and_time.py`` times what loses as much.
 
 from __future__ import annotations
 
-import cProfile
-import pstats
 import statistics
 import sys
 import time
@@ -108,11 +106,10 @@ fp8 = speed_of(FP8_SPEED, fp8_cases, "fp8")
 
 
 @torch.inference_mode()
-def host(profile: bool = False, json: str | None = None, calls: int = 300) -> bool:
+def host(json: str | None = None, calls: int = 300) -> bool:
     """Host microseconds of an eager call, on inputs so small that the GPU is never what is waited for.
 
     Args:
-        profile: also print where the time of the calls with a plan goes.
         json: also write the rows to this file.
         calls: per row.
     """
@@ -141,12 +138,6 @@ def host(profile: bool = False, json: str | None = None, calls: int = 300) -> bo
         row["without kernels"] = host_us(ways["plan and out"], calls)
         launches.update(dict.fromkeys(launches, kernels))
         table.add(row)
-        if profile:
-            profiler = cProfile.Profile()
-            profiler.runcall(repeat, ways["plan and out"], calls)
-            torch.cuda.synchronize()
-            print(f"\n{row['shape']}, {calls} calls with plan and out")
-            pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
     return table.show("host µs per call, no synchronisation")
 
 

@@ -1,7 +1,7 @@
 """A prompt's attention by form, and whole steps over prompts, beside the source: SmolLM2's shape at half of its cache.
 
     python benchmarks/prompts.py --json benchmarks/results/h100-prompts.json
-    python benchmarks/prompts.py --shapes 1x512 --profile
+    python benchmarks/prompts.py --shapes 1x512
 
 Random weights, bfloat16. Attention is one layer's call over a paged cache that holds the new tokens: "expanded" is the
 mixed op in that form; "absorbed" the decode op over pieces of eight queries; "chosen" the mixed op as steps run it; the
@@ -14,8 +14,6 @@ all is launched: where it is near ``ms``, Python takes the time. FLOP are those 
 
 from __future__ import annotations
 
-import cProfile
-import pstats
 import statistics
 import sys
 import time
@@ -178,16 +176,6 @@ def host_ms(call: Callable[[], Any], device: str, runs: int = 5) -> tuple[float,
     return statistics.median(launched), statistics.median(done)
 
 
-def print_profile(call: Callable[[], Any], device: str, runs: int = 10, lines: int = 40) -> None:
-    """Functions, torch's included, that take the most of the host's time of ``runs`` calls by themselves."""
-    wait(device)
-    with cProfile.Profile() as profile:
-        for _ in range(runs):
-            call()
-    wait(device)
-    pstats.Stats(profile).sort_stats("tottime").print_stats(lines)
-
-
 def wait(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
@@ -255,7 +243,6 @@ def prompts(
     shapes: tuple[str, ...] = tuple(f"{batch}x{length}" for batch, length in SHAPES),
     layers: int = 30,
     device: str = "cuda",
-    profile: bool = False,
     json: str | None = None,
 ) -> bool:
     """Judges and times attention of prompts by form, then whole steps; prints both in one table.
@@ -264,7 +251,6 @@ def prompts(
         shapes: BATCHxLENGTH, lengths in multiples of 8.
         layers: of the models.
         device: a CPU tries the script out.
-        profile: also print where the host's time of each step "paged" goes, by function.
         json: also write every row to this file.
     """
     sizes = [tuple(map(int, shape.split("x"))) for shape in shapes]
@@ -318,8 +304,6 @@ def prompts(
                     base.setdefault(str(size), row["ms"])
                     row["of_source"] = row["ms"] / base[str(size)]
                 table.add(row)
-                if profile and way == "paged":
-                    print_profile(call, device)
     columns = ["what", "case", "batch", "length", "error", "GFLOP", "TFLOP/s", "ms", "of_source"]
     return table.show("prompts, SmolLM2's shape, half of its cache", [*columns, "host_ms", "status"])
 

@@ -267,7 +267,6 @@ class SpeedSettings(EngineSettings):
         patience: seconds until all sequences decode.
         most: sequences at a time, however many the cache holds.
         compile: vLLM's default; without, decode graphs of its layers as they are.
-        profile: print the kernels of a step.
     """
 
     shape: Literal["smollm2", "llama-2-7b", "llama-3-8b"] = "llama-2-7b"
@@ -279,7 +278,6 @@ class SpeedSettings(EngineSettings):
     patience: float = 60.0
     most: int = 256
     compile: bool = False
-    profile: bool = False
 
 
 def speed(arguments: Annotated[SpeedSettings, Parameter(name="*")] = SpeedSettings()) -> bool:
@@ -468,32 +466,11 @@ def _decode_rate(llm: Any, vocabulary: int, context: int, batch: int, arguments:
     for _ in range(arguments.steps):
         made += len(own.step())
     took = time.time() - begin
-    if arguments.profile:
-        _profile(own)
     own.abort_request(names)
     while own.has_unfinished_requests():
         own.step()
     return {"fill_s": filled, "step_ms": 1e3 * took / arguments.steps, "tokens_s": made / took,
             "status": "ok" if made == batch * arguments.steps else f"{made} tokens"}  # fmt: skip
-
-
-def _profile(own: Any, steps: int = 4) -> None:
-    """Prints which kernels a step spends its time in, and how much of it none runs."""
-    from torch.profiler import ProfilerActivity, profile
-
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        begin = time.time()
-        for _ in range(steps):
-            own.step()
-        torch.cuda.synchronize()
-        took = time.time() - begin
-    kernels = sorted(found.key_averages(), key=lambda one: -one.self_device_time_total)
-    busy = sum(one.self_device_time_total for one in kernels)
-    print(f"a step: {1e3 * took / steps:.2f} ms, kernels {busy / 1e3 / steps:.2f} ms", file=sys.stderr)
-    for one in kernels[:24]:
-        share = one.self_device_time_total / steps
-        print(f"{share:9.0f} us {one.count / steps:6.0f} x  {one.key[:90]}", file=sys.stderr)
 
 
 if __name__ == "__main__":
