@@ -23,69 +23,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import mha2mla
 from benchmarks.recording import Recording, command
 from mha2mla.conversion.calibration.blocks import default_lengths
+from mha2mla.conversion.destination import ShardedWriter
 
 
-def build_source(folder: Path, config: LlamaConfig, *, layers_per_shard: int = 3, seed: int = 0) -> int:
+def build_source(folder: Path, config: LlamaConfig, shard_bytes: int) -> int:
     """Writes a random bfloat16 checkpoint, one shard in memory at a time; returns its bytes."""
     folder.mkdir(parents=True)
-    generator = torch.Generator().manual_seed(seed)
-
-    def weight(rows: int, columns: int) -> torch.Tensor:
-        made = torch.empty(rows, columns, dtype=torch.bfloat16)
-        for part in made.split(max(1, (1 << 24) // columns)):
-            part.copy_(torch.randn(part.shape, generator=generator) * columns**-0.5)
-        return made
-
-    hidden, inner = config.hidden_size, config.intermediate_size
-    heads, kv_heads = (count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
-    weight_map: dict[str, str] = {}
-    total = 0
-
-    def write(tensors: dict[str, torch.Tensor]) -> None:
-        nonlocal total
-        name = f"model-{len(set(weight_map.values())) + 1:05d}.safetensors"
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(tensors, name))
-        total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
-    write(
-        {
+    generator = torch.Generator().manual_seed(0)
+    config.dtype, config.architectures = torch.bfloat16, ["LlamaForCausalLM"]
+    writer = ShardedWriter(folder, max_shard_bytes=shard_bytes)
+    with torch.device("meta"):
+        parameters = dict(LlamaForCausalLM(config).named_parameters())
+    for name, parameter in parameters.items():
+        made = torch.ones(parameter.shape, dtype=torch.bfloat16)
+        if made.dim() == 2:
             # Embeddings of unit size: what a layer adds is then of the size of what it is added to.
-            "model.embed_tokens.weight": weight(config.vocab_size, hidden) * hidden**0.5,
-            "model.norm.weight": torch.ones(hidden, dtype=torch.bfloat16),
-            "lm_head.weight": weight(config.vocab_size, hidden),
-        }
-    )
-    for first in range(0, config.num_hidden_layers, layers_per_shard):
-        tensors = {}
-        for layer in range(first, min(first + layers_per_shard, config.num_hidden_layers)):
-            prefix = f"model.layers.{layer}."
-            tensors |= {
-                f"{prefix}self_attn.q_proj.weight": weight(heads, hidden),
-                f"{prefix}self_attn.k_proj.weight": weight(kv_heads, hidden),
-                f"{prefix}self_attn.v_proj.weight": weight(kv_heads, hidden),
-                f"{prefix}self_attn.o_proj.weight": weight(hidden, heads),
-                f"{prefix}mlp.gate_proj.weight": weight(inner, hidden),
-                f"{prefix}mlp.up_proj.weight": weight(inner, hidden),
-                f"{prefix}mlp.down_proj.weight": weight(hidden, inner),
-                f"{prefix}input_layernorm.weight": torch.ones(hidden, dtype=torch.bfloat16),
-                f"{prefix}post_attention_layernorm.weight": torch.ones(hidden, dtype=torch.bfloat16),
-            }
-        write(tensors)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json_format.dumps(index), encoding="utf-8")
-    config.dtype = torch.bfloat16
-    config.architectures = ["LlamaForCausalLM"]
+            scale = 1.0 if "embed" in name else made.shape[1] ** -0.5
+            for part in made.split(max(1, (1 << 24) // made.shape[1])):
+                part.copy_(torch.randn(part.shape, generator=generator) * scale)
+        writer.add(name, made)
+    writer.finish()
     config.save_pretrained(folder)
-    return total
+    return writer.total_bytes
 
 
 def _random_tokens(vocabulary: int, windows: int, length: int, *, seed: int) -> torch.Tensor:
@@ -138,7 +104,7 @@ def convert_scale(
         preset: all of it, with its own number of tokens at its own lengths.
         recipe: further keys, as JSON.
         steps: of reconstruction.
-        shard_mib: of the result; one is in memory.
+        shard_mib: of the source and the result; one is in memory.
         device: of the computation.
         folder: where to work; default the system's for such.
         limit_gib: of the peak of memory.
@@ -161,7 +127,7 @@ def convert_scale(
         if free < needed:
             sys.exit(f"{work} has {free / 1e9:.0f} GB free; expected {needed / 1e9:.0f} GB")
         started = time.perf_counter()
-        size = build_source(work / "source", config)
+        size = build_source(work / "source", config, shard_mib << 20)
         built, peak = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         print(f"source: {size / 1e9:.1f} GB, written in {built:.0f} s, peak {peak / 2**20:.2f} GiB", flush=True)
         asked, calibration = _recipe_and_tokens(preset, json_format.loads(recipe), windows, length, steps, config)
