@@ -227,7 +227,9 @@ def _header(change: Callable[[dict[str, Any]], Any]) -> Callable[[bytes], bytes]
 
 
 def _first(header: dict[str, Any], **keys: Any) -> None:
-    header[next(name for name in header if name != "__metadata__")].update(keys)
+    """Sets what the header says of its first tensor; None removes a key."""
+    name = next(name for name in header if name != "__metadata__")
+    header[name] = {key: value for key, value in (header[name] | keys).items() if value is not None}
 
 
 def _overlap(header: dict[str, Any]) -> None:
@@ -247,6 +249,7 @@ FILES: Mapping[str, Callable[[bytes], bytes]] = {
     "a deep header": lambda raw: (100_000).to_bytes(8, "little") + b"[" * 100_000,
     "a list as header": _header(lambda header: [1]),
     "an empty header": _header(lambda header: {"__metadata__": {"format": "pt"}}),
+    "no dtype": _header(lambda header: _first(header, dtype=None)),
     "an unknown dtype": _header(lambda header: _first(header, dtype="F7")),
     "another dtype": _header(lambda header: _first(header, dtype="F64")),
     "a negative shape": _header(lambda header: _first(header, shape=[-1, 4])),
