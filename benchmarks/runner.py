@@ -21,10 +21,10 @@ from rich.console import Console
 from tqdm import tqdm
 
 from benchmarks.measuring import Row, read_rate, start_measuring
+from benchmarks.recording import Recording
 from benchmarks.shapes import SpeedCase, choose, target_us
-from mha2mla.environment import collect_environment, describe_environment
-from mha2mla.eval.report import print_table, write_json
-from mha2mla.files import report_file
+from mha2mla.environment import describe_environment
+from mha2mla.eval.report import print_table
 from mha2mla.kernels.parallel_compilation import compile_in_processes, run_in_workers
 
 TIMEOUT = 240.0  # seconds for one case, peers included
@@ -80,11 +80,10 @@ def run(
         json: also write every row to this file, after each case: a run that is cut short keeps what it has.
         budget: seconds for all; None: no limit.
     """
-    record = report_file(json, benchmark.kind)
+    table = Recording(benchmark.kind, json, compile_seconds=0.0)
     until = None if budget is None else time.monotonic() + budget
     rows: dict[SpeedCase, Row] = {}
-    said: dict[str, Any] = {"compile_seconds": 0.0}
-    environment = collect_environment()
+    said = table.fields
 
     def jobs() -> Iterator[SpeedCase | None]:
         began = time.perf_counter()
@@ -103,12 +102,11 @@ def run(
         else:
             row = rows[outcome.job] = outcome.value or {"name": outcome.job.name, "status": outcome.failure}
             tqdm.write(f"{row['name']}: {row.get('us') or row['status']} ({outcome.seconds:.1f} s)")
-        if record is not None:
-            table = with_targets(cases, rows, said.get("R"))
-            write_json(record, kind=benchmark.kind, rows=table, environment=environment, **said)
-    table = with_targets(cases, rows, said.get("R"))
-    _show(benchmark, table, len(cases), said, describe_environment(environment))
-    return all(row["status"] == "ok" for row in table)
+        table.rows = with_targets(cases, rows, said.get("R"))
+        table.write()
+    table.rows = with_targets(cases, rows, said.get("R"))
+    _show(benchmark, table, len(cases))
+    return all(row["status"] == "ok" for row in table.rows)
 
 
 def _compile(benchmark: Benchmark, cases: Sequence[SpeedCase]) -> dict[SpeedCase, str]:
@@ -146,7 +144,8 @@ def with_targets(cases: Sequence[SpeedCase], rows: Mapping[SpeedCase, Row], rate
     return table
 
 
-def _show(benchmark: Benchmark, table: Sequence[Row], wanted: int, said: Mapping[str, Any], machine: str) -> None:
+def _show(benchmark: Benchmark, recording: Recording, wanted: int) -> None:
+    table, said = recording.rows, recording.fields
     title = benchmark.title
     if benchmark.reads_cache:
         rate = said.get("R")
@@ -156,7 +155,7 @@ def _show(benchmark: Benchmark, table: Sequence[Row], wanted: int, said: Mapping
         [row | dict.fromkeys(mine, "missing") for row, mine in zip(table, absent, strict=True)],
         title=title,
         columns=[key for key in COLUMNS if any(row.get(key) is not None for row in table)],
-        caption=f"{machine} · compiled in {said['compile_seconds']:.0f} s",
+        caption=f"{describe_environment(recording.environment)} · compiled in {said['compile_seconds']:.0f} s",
         console=None if sys.stdout.isatty() else Console(width=PIPE_WIDTH),
     )
     missing = collections.Counter(f"{key} {why}" for mine in absent for key, why in mine.items())

@@ -123,10 +123,10 @@ def _of_suffix(path: OutputPath, name: str, formats: dict[str, Callable[[bytes],
 
 
 def report_file(
-    path: OutputPath | None, kind: str, *inputs: OutputPath | None, name: str = "json", made: OutputPath | None = None
+    path: OutputPath | None, kind: str, *inputs: OutputPath | None, made: OutputPath | None = None
 ) -> Path | None:
-    """:func:`output_file` of a JSON report of ``kind``."""
-    return output_file(path, report(kind), *inputs, name=name, made=made)
+    """:func:`output_file` of a JSON report of ``kind``, which the argument ``json`` names."""
+    return output_file(path, report(kind), *inputs, name="json", made=made)
 
 
 def output_file(
