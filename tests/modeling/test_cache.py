@@ -137,20 +137,6 @@ def kind(request):
     return {"page_size": 16, **request.param}
 
 
-@pytest.mark.parametrize(
-    ("case", "expected"),
-    [("per-group", {"latent_cache": (16,), "rope_cache": (2, 4)}), ("latent", {"latent_cache": (24,)})],
-)
-def test_pages_are_what_the_op_expects(case, expected, kind):
-    model = models.mla_model(case)
-    cache = filled(model, models.tokens(3, 37), **kind)
-    layer, pages = cache.layers[0], cache.capacity // 16
-    shapes = {name: tuple(tensor.shape) for name, tensor in layer.tensors.items()}
-    assert shapes == {name: (3 * pages, 16, *numbers) for name, numbers in expected.items()}
-    assert torch.equal(layer.block_table, torch.arange(3 * pages, dtype=torch.int32).view(3, pages))
-    assert torch.equal(layer.cache_seqlens, torch.full((3,), 37, dtype=torch.int32))
-
-
 @pytest.mark.parametrize("backend", ["mla_reference", "mla_expanded"])
 @pytest.mark.parametrize("case", ["per-group", "latent", "latent no nope"])
 def test_unused_pages_do_not_matter(case, backend, kind):
