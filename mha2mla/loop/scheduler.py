@@ -288,8 +288,14 @@ class Scheduler:
         return given
 
     def cancel(self, request: Request) -> None:
-        """Ends a request of this scheduler with the tokens that it has; one that is finished stays as it is."""
+        """Ends a request of this scheduler with the tokens that it has; one that is finished stays as it is.
+
+        Raises:
+            ValueError: it is not this scheduler's.
+        """
         if request.finished is None:
+            if request not in self.running and request not in self.waiting:
+                raise ValueError("request is another loop's; expected one that waits or runs in this one")
             request.finished = "cancelled"
             self._leave(request)
 

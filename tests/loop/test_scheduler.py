@@ -214,3 +214,13 @@ def test_a_cancelled_request_ends_and_others_go_on():
     assert [len(request.answer) for request in requests] == [2, 9, 9, 0]
     for request in requests:
         assert request.answer == alone(request.prompt, request.sampling)[: len(request.answer)]
+
+
+def test_a_request_of_another_scheduler_is_not_cancelled():
+    device, other = (Device(num_pages=30, max_sequences=2, max_tokens=64) for _ in range(2))
+    request = Request([3] * 7, Sampling(9))
+    device.scheduler.add(request)
+    with pytest.raises(ValueError, match="request is another loop's"):
+        other.scheduler.cancel(request)
+    run(device)
+    assert request.answer == alone(request.prompt, request.sampling)
