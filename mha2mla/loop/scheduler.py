@@ -234,7 +234,7 @@ class Scheduler:
         """
         if request.in_flight:
             raise ValueError(f"request has {request.in_flight} tokens in flight; expected none")
-        if request.sequence is None or not self._slots:
+        if request not in self.running or not self._slots:
             self.add(twin)
         else:
             self.adopt(twin, self.allocator.fork(request.sequence))

@@ -308,3 +308,17 @@ def test_a_fork_hides_no_token_of_others():
         if len(first.answer) == 3 and twin is None:
             twin = loop.fork(first, Sampling(3))  # reads the fourth
     assert (reports.count(first), reports.count(twin)) == (5, 3) and first.finished == "length"
+
+
+def test_a_fork_of_another_loops_request_takes_none_of_its_pages():
+    model = models.mla_model()
+    loop, other = make_loop(model), make_loop(model)
+    request, running = loop.add([9, 8, 7, 6], Sampling(20)), other.add([5, 4, 3], Sampling(20))
+    for each in (loop, other):
+        each.step()
+        each.step()
+        each.drain()
+    assert request.sequence == running.sequence
+    twin = other.fork(request, Sampling(6))
+    other.run()
+    assert twin.answer == alone(model, twin.prompt, 6)
