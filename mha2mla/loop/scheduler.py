@@ -234,10 +234,10 @@ class Scheduler:
         """
         if request.in_flight:
             raise ValueError(f"request has {request.in_flight} tokens in flight; expected none")
-        if request not in self.running or not self._slots:
-            self.add(twin)
-        else:
-            self.adopt(twin, self.allocator.fork(request.sequence))
+        self.add(twin)
+        if request in self.running and self._slots:
+            self.waiting.pop()
+            self._start(twin, self.allocator.fork(request.sequence))
 
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step; empty where nothing is to be done. Nothing has grown yet."""

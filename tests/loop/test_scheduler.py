@@ -224,3 +224,14 @@ def test_a_request_of_another_scheduler_is_not_cancelled():
         other.scheduler.cancel(request)
     run(device)
     assert request.answer == alone(request.prompt, request.sampling)
+
+
+def test_a_fork_that_is_refused_holds_no_pages():
+    device = Device(num_pages=4, max_sequences=2, max_tokens=64)
+    request = Request([3] * 7, Sampling(9))
+    device.scheduler.add(request)
+    device.step()
+    device.drain()
+    with pytest.raises(ValueError, match="expected at most 16, those of all pages"):
+        device.scheduler.fork(request, Request(request.tokens, Sampling(30)))
+    assert device.allocator.sequences == (request.sequence,)
