@@ -205,6 +205,15 @@ def test_a_ratio_counts_the_bytes_of_codes(keys, rank, full, source, tmp_path):
     assert (report.geometry.kv_lora_rank, report.geometry.is_full_rank) == (rank, full)
 
 
+def test_codes_of_full_rank_of_a_bfloat16_source(tmp_path):
+    """Weights in the basis of codes are not the source's: they are rounded once more."""
+    tiny.model().to(torch.bfloat16).save_pretrained(tmp_path / "source")
+    tiny.tokenizer().save_pretrained(tmp_path / "source")
+    report = convert(tmp_path / "source", tmp_path / "out", {**SHORT, "latent.bits": 8, "cache_ratio": 1.0})
+    assert report.geometry.is_full_rank and report.weights_dtype == "bfloat16"
+    assert report.parity.logits_relative_error < 0.03
+
+
 # Longest window compared on, and the seconds of every step of every bar of every stage, in three conversions of
 # SmolLM2-135M on two cores, as their logs and reports have them. The last was calibrated on a text that lay there.
 LOGGED = {
