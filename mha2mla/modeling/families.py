@@ -77,6 +77,8 @@ _FAMILIES = (
     Family("smollm3", rotating_layers="no_rope_layers"),
     # Llama without biases, with a sliding window in every layer where the config sets one.
     Family("mistral", window_in_every_layer=True, biased=_UNBIASED, llama_decoder="Mistral"),
+    # Ministral 8B: windows in the layers that the config lists. transformers takes a mistral that lists them for one.
+    Family("ministral", biased=_UNBIASED, llama_decoder="Ministral"),
     Family("mixtral", window_in_every_layer=True, biased=_UNBIASED, mixture_of_experts=True),
     # Qwen2 and Qwen2.5 (dense): a sliding window in the layers that the config lists.
     Family("qwen2", biased=(True, True, True, False), llama_decoder="Qwen2"),

@@ -105,6 +105,7 @@ CASES = {
     "smollm3-yarn": ("smollm3", {"no_rope_layers": [1, 0], "rope_parameters": YARN}),
     "mistral": ("mistral", {"head_dim": 24}),
     "mistral-sliding": ("mistral", {"sliding_window": 9}),
+    "ministral": ("ministral", {**TWO_KINDS, "head_dim": 24}),
     "qwen2": ("qwen2", {}),
     "qwen2-tied-yarn": ("qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}),
     "qwen2-sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
@@ -152,7 +153,7 @@ CASES = {
 
 # Of these, the traits that statistics see differently: norms over all heads, norms of weight 1 + w, tables by layer.
 FAMILIES = ("llama", "smollm3", "mistral", "qwen2", "qwen3", "phi3", "olmo2-mha-biases", "olmo3-yarn", "gemma3")
-FAMILIES += ("phi3-partial-longrope", "glm", "glm4-no-biases")
+FAMILIES += ("ministral", "phi3-partial-longrope", "glm", "glm4-no-biases")
 FAMILIES += ("mixtral", "qwen2-moe-sliding", "qwen3-moe", "olmoe")
 
 

@@ -217,10 +217,11 @@ def read_source_config(
         UnsupportedSourceError, CheckpointError: as :func:`open_source`, of the config.
     """
     values = _config_values(folder)
-    adapter = adapter_for(values)
+    adapter_for(values)
     check_config(values)
     config = _config(folder, values)
     check_config(config.to_dict())
+    adapter = adapter_for(config.to_dict())  # a mistral with layer_types is a ministral to transformers
     with damage_named(f"{folder / CONFIG_FILE} describes no {config.model_type} that can be converted"):
         spec = adapter.specify(config, longrope_table=longrope_table)
     _check_spec(spec)

@@ -70,6 +70,14 @@ def test_full_rank_reproduces_a_bfloat16_source(case, tmp_path):
     assert wide == {name for name in written if name.endswith(("inv_freq", "o_proj.bias"))}
 
 
+def test_a_mistral_with_layer_types_is_what_transformers_makes_of_it(tmp_path):
+    folder = tiny.checkpoint(tmp_path / "source", "mistral", head_dim=24)
+    windows = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
+    edit_config(folder, **windows)
+    convert(folder, tmp_path / "out", tiny.Recipe(**FULL))
+    assert tiny.difference(tmp_path / "out", folder) <= 1e-4
+
+
 def test_fused_projections_convert_as_separate_ones_do(tmp_path):
     """A Phi-3 is a Llama with q, k, v and gate, up side by side: calibrated at half rank, the very same tensors."""
     llama, phi3 = tmp_path / "llama", tmp_path / "phi3"

@@ -43,6 +43,16 @@ HUB = {
         {"model.layers.1.self_attn.o_proj.weight": (4096, 4096)},
         {"sliding_windows": (4096, 4096)},
     ),
+    "Ministral-8B-Instruct-2410": (
+        {
+            "model_type": "ministral", "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 131072, "rms_norm_eps": 1e-5,
+            "rope_theta": 100000000.0, "max_position_embeddings": 32768, "sliding_window": 32768,
+            "layer_types": ["full_attention", "sliding_attention"], "tie_word_embeddings": False,
+        },
+        {"model.layers.1.self_attn.k_proj.weight": (1024, 4096)},
+        {"head_dim": 128, "sliding_windows": (None, 32768)},
+    ),
     "Qwen2.5-0.5B": (
         {
             "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14,
