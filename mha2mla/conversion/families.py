@@ -399,4 +399,6 @@ def adapter_for(config: Mapping[str, Any]) -> FamilyAdapter:
     for key in ("attn_logit_softcapping", "attention_sinks", *experts):
         if config.get(key):
             raise UnsupportedSourceError(f"{key} is {config[key]!r}; a {model_type} that has it cannot be converted")
+    if not config.get("is_causal", True):  # as transformers' masks read it
+        raise UnsupportedSourceError(f"is_causal is {config['is_causal']!r}; expected true of a causal language model")
     return adapter

@@ -87,6 +87,7 @@ def edited(**keys):
         (edited(quantization_config={"quant_method": "gptq"}), r"quantised \(gptq\)"),
         (edited(attn_logit_softcapping=50.0), "attn_logit_softcapping is 50.0"),
         (edited(num_experts=8), "num_experts is 8"),
+        (edited(is_causal=False), "is_causal is False; expected true"),
     ],
 )
 def test_a_family_that_cannot_be_converted_is_refused_by_name(values, named):
