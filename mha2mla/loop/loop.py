@@ -99,7 +99,10 @@ class Loop:
         rotary_key_cache: str | None = None,
     ) -> None:
         model = model if isinstance(model, BatchModel) else paged_model(model)
-        self.max_length = max_length or model.config.max_position_embeddings
+        self.max_length = model.config.max_position_embeddings if max_length is None else max_length
+        for name, value in (("max_length", self.max_length), ("page_size", page_size)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; expected at least 1")
         longest = -(-self.max_length // page_size)
         if num_pages is None:
             most = max_sequences * longest if max_pages is None else min(max_sequences * longest, max_pages)

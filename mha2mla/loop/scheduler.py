@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
+from numbers import Integral, Real
 from operator import index
 from typing import Literal
 
@@ -44,6 +44,9 @@ class Sampling:
     stop_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name != "stop_tokens" and not isinstance(value, Real):
+                raise ValueError(f"{name} is {value!r:.80}; expected a number")
         for name, good, expected in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
             ("temperature", self.temperature == 0 or 1e-6 <= self.temperature < float("inf"), "0, or 1e-6 or more"),

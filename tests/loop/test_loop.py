@@ -95,6 +95,9 @@ def test_what_is_refused():
     assert loop.add(torch.tensor([5, 95]), Sampling(7)).prompt == (5, 95)
     with pytest.raises(ValueError, match="attn_implementation 'sdpa'; expected 'mha2mla'"):
         make_loop(models.source_model("llama"))
+    for keys in ({"max_length": 0}, {"max_length": -1}, {"page_size": 0}):
+        with pytest.raises(ValueError, match=f"{next(iter(keys))} is .*; expected at least 1"):
+            make_loop(model, **keys)
 
 
 def test_a_cache_of_its_own_size():

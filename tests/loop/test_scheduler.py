@@ -185,6 +185,8 @@ def test_what_is_refused():
         {"seed": 0.5},
         {"top_k": 2.0},
         {"temperature": 1e-50},
+        {"temperature": None},
+        {"top_p": "0.9"},
     )
     for keys in wrong:
         with pytest.raises(ValueError, match=f"{next(iter(keys))} is "):
