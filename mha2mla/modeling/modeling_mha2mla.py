@@ -691,7 +691,8 @@ def under_window(
     A query's own token is the last one that its row of the mask shows.
 
     Args:
-        attention_mask: [B or 1, 1, S, T] of booleans, or added to scores; None: causal, from the last token on.
+        attention_mask: [B or 1, 1, S, T] of booleans, or added to scores; None: as SDPA is causal, from the first token
+            on (tokens behind are a static cache's room), a single query from the last.
         query: [B, H, S, d]; shape, dtype and device are looked at.
         tokens: T.
 
@@ -709,7 +710,8 @@ def under_window(
     token, additive = torch.arange(tokens, device=query.device), None
     if attention_mask is None:
         length = query.shape[2]
-        shown = (token <= torch.arange(tokens - length, tokens, device=query.device)[:, None])[None, None]
+        first = 0 if length > 1 else tokens - 1
+        shown = (token <= torch.arange(first, first + length, device=query.device)[:, None])[None, None]
         additive = query.new_zeros(shown.shape) if implementation == "eager" else None
     elif attention_mask.dtype == torch.bool:
         shown = attention_mask

@@ -102,6 +102,17 @@ def test_other_caches_and_implementations(case, kind, attention):
     assert seen_errors(logits, expected, starts) < TOLERANCE
 
 
+@pytest.mark.parametrize("build", models.BUILDS)
+@pytest.mark.parametrize("case", ["per-group", "latent"])
+def test_a_static_cache_of_transformers_without_padding(case, build):
+    """Its prompt has no mask, and more keys than queries."""
+    made = models.BUILDS[build](models.mla_model(case, attention_window=10, num_sink_tokens=3))
+    ids, options = models.tokens(2, 24), {"max_new_tokens": 6, "do_sample": False, "disable_compile": True}
+    cache = StaticCache(made.model.config, max_cache_len=40)
+    found = made.generate(ids, past_key_values=cache, **options)
+    assert torch.equal(found, made.generate(ids, use_cache=False, **options))
+
+
 def test_gradients_are_those_of_the_mask():
     model = model_in_float64("per-group", 7, 2)
     ids = models.tokens(2, 30)
