@@ -188,7 +188,7 @@ def test_another_tokenizer_is_refused(change, message, tiny_source, tmp_path):
         ({"max_tokens": 1}, "max_tokens is 1; expected at least 2"),
         ({"texts": []}, "texts is empty"),
         ({"texts": "no-such-file"}, "no-such-file"),
-        ({"device": "abacus"}, "device is 'abacus', which cannot be used here"),
+        ({"device": "abacus"}, "device is 'abacus'; expected cpu, cuda or a GPU by number"),
         ({"texts": "builtin:pydoc", "caches": [LatentCodes(4)]}, "texts has 'builtin:pydoc', from which bases are"),
         ({"caches": [LatentCodes(4)]}, "converted has model_type 'llama'; expected latents"),
     ],

@@ -161,7 +161,8 @@ def test_losses_are_those_of_the_quality_page():
     for (preset, layout), by_ratio in small.items():
         name = preset + {("quick", "shared"): ", shared"}.get((preset, layout), ", 16 bits" * (layout == "latent"))
         assert {float(line[0]): line[4] for line in lines if len(line) == 6 and line[1] == name} == by_ratio
-    on_page = {float(line[0]): line[3].split(" / ") for line in lines if len(line) == 5 and line[1].isdigit()}
+    ranks = [line for line in lines if len(line) == 5 and line[0].replace(".", "").isdigit() and line[1].isdigit()]
+    on_page = {float(line[0]): line[3].split(" / ") for line in ranks}
     assert {ratio: f"{losses[0]} / {losses[1]}" for ratio, losses in on_page.items()} == larger["latent", "latent"]
 
 
