@@ -26,7 +26,7 @@ from mha2mla.conversion.latent.basis import BasisRule, LatentBasis, LatentStatis
 from mha2mla.conversion.predictions import Metric, Predictions, kl_divergence, run_without_cache
 from mha2mla.kernels import RowQuantizer
 from mha2mla.modeling import LatentCache
-from mha2mla.modeling.config import cache_bytes_per_token
+from mha2mla.modeling.config import cache_bytes, cached_tokens
 
 QUANTIZED_KV = "mha2mla_quantized_kv"  # attn_implementation
 _QUERIES_AT_ONCE = 512
@@ -59,7 +59,7 @@ class ComparedCache:
         """Bytes of the cache at the end of a window relative to the source's in 16 bits; called after :meth:`run`."""
         if not hasattr(self.config, "source_cache_bytes_per_token"):
             return 1.0  # not converted
-        return cache_bytes_per_token(self.config, 2) / self.config.source_cache_bytes_per_token(2)
+        return cache_bytes(self.config, length, 2) / cache_bytes(self.config.build_source_config(), length, 2)
 
 
 @dataclass(frozen=True)
@@ -103,12 +103,17 @@ class KVCodes:
         older = older.clamp(min=0) if isinstance(older, Tensor) else max(older, 0)
         return older // step * step
 
-    def share(self, length: int, head_dim: int) -> float:
-        """Bytes of a cache of ``length`` tokens (codes, scales, offsets, newest tokens) relative to one in 16 bits."""
+    def share(self, length: int, head_dim: int, held: Sequence[int] | None = None) -> float:
+        """Bytes of a cache of ``length`` tokens (codes, scales, offsets, newest tokens) relative to one in 16 bits.
+
+        Args:
+            held: newest tokens that each layer keeps of them; None: all.
+        """
         values = self.bits_per_element(head_dim)
         keys = self.bits_per_element(self.group) if self.keys == "channel" else values
-        coded = self.coded_tokens(length)
-        return (coded * (keys + values) / 32 + length - coded) / length
+        held = held or [length]
+        coded = sum(max(0, self.coded_tokens(length) - (length - kept)) for kept in held)
+        return (coded * (keys + values) / 32 + sum(held) - coded) / sum(held)
 
     def bits_per_element(self, width: int) -> float:
         """Of a row of ``width`` elements: codes with their padding, and of each group a scale and an offset."""
@@ -142,7 +147,7 @@ class QuantizedKV(ComparedCache):
     def share(self, length: int) -> float:
         config = self.model.config.get_text_config(decoder=True)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return self.codes.share(length, head_dim)
+        return self.codes.share(length, head_dim, cached_tokens(self.model.config, length))
 
     def run(self, module: nn.Module, ids: Tensor) -> Any:
         """Output over the codes.
@@ -331,7 +336,7 @@ class QuantizedLatent(ComparedCache):
         config, quantizer = self.model.config, self.codes.quantizer()
         geometries = [config.layer_geometry(layer) for layer in range(config.num_hidden_layers)]
         row = sum(quantizer.bytes_per_row(each.kv_lora_rank) + 2 * each.rope_width for each in geometries)
-        return row / config.source_cache_bytes_per_token(2)
+        return length * row / cache_bytes(config.build_source_config(), length, 2)
 
 
 class FromComputed(Metric):

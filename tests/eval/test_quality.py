@@ -8,14 +8,14 @@ import pytest
 import torch
 from tokenizers.normalizers import Lowercase
 from torch.nn.functional import cross_entropy, kl_div
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM
 
 from mha2mla.conversion import predictions
 from mha2mla.conversion.calibration.texts import load_text
 from mha2mla.eval import Metric, evaluate_quality, quality
 from mha2mla.eval.generation import GenerationSettings
 from mha2mla.eval.probes import QUESTIONS, ProbeSettings
-from mha2mla.eval.quantized_caches import KeptKeys, LatentCodes, RotaryKeys
+from mha2mla.eval.quantized_caches import KeptKeys, KVCodes, LatentCodes, RotaryKeys
 from mha2mla.modeling import LatentCache
 from mha2mla.trial_models import tiny_checkpoint
 from tests.conversion import tiny
@@ -311,6 +311,26 @@ def test_codes_of_a_checkpoint_are_measured_as_they_are(tiny_source, tmp_path):
     assert plain.cache == "16 bits" and plain.kl != row.kl
     with pytest.raises(ValueError, match="converted has latent_bits 4; expected 16 to quantise latents"):
         evaluate_quality(tiny_source, tmp_path / "coded", **SETTINGS, caches=[LatentCodes(4)])
+
+
+def test_shares_of_a_sliding_source_count_what_caches_hold(checkpoint_of, tmp_path):
+    """A sliding layer of the source keeps one token less than its window, a converted one keeps all."""
+    source = checkpoint_of("gemma3")
+    tiny.convert(source, tmp_path / "half", {**tiny.SHORT, "cache_ratio": 0.5})
+    codes = [KVCodes(4, "token", residual=2), LatentCodes(8)]
+    report = evaluate_quality(source, tmp_path / "half", **SETTINGS | {"lengths": (48,), "caches": codes})
+    models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (source, tmp_path / "half")]
+    caches = DynamicCache(config=models[0].config), LatentCache(models[1].config)
+    for model, cache in zip(models, caches, strict=True):
+        model(torch.randint(200, (1, 48)), past_key_values=cache)
+    tokens = [layer.keys.shape[2] for layer in caches[0].layers]
+    assert tokens == [8, 48, 8]
+    before = sum(2 * (layer.keys.numel() + layer.values.numel()) for layer in caches[0].layers)
+    (rank,) = {layer.tensors["latent_cache"].shape[-1] for layer in caches[1].layers}
+    after, latents = 3 * 48 * 2 * rank, 3 * 48 * (4 + -(-rank // 32) * 32)
+    # Two kv heads, keys and values: a row of 24 elements is padded to 32 codes, and has a scale and an offset.
+    coded = sum(4 * (2 * 2 * 24 + (kept - 2) * (32 // 2 + 4)) for kept in tokens)
+    assert [row.cache_share * before for row in report.rows] == pytest.approx([after, coded, latents])
 
 
 def test_the_standard_error_is_of_stretches(tiny_source, other):
