@@ -173,7 +173,8 @@ class QuantizedKV(ComparedCache):
             yield
 
     def _keep_cos_sin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._cos_sin[module] = kwargs["position_embeddings"]
+        if getattr(module, "use_rope", True):  # SmolLM3 rotates the keys of some layers
+            self._cos_sin[module] = kwargs["position_embeddings"]
 
     def attend(
         self,
@@ -231,6 +232,8 @@ class QuantizedKV(ComparedCache):
         whole = key.shape[2] // self.codes.group * self.codes.group
         if whole == 0:
             return key, self.codes.round(value)
+        if module not in self._cos_sin:
+            return torch.cat((self.codes.round(key[:, :, :whole].mT).mT, key[:, :, whole:]), 2), self.codes.round(value)
         cos, sin = self._cos_sin[module]
         squares = cos.square() + sin.square()  # square of the factor of YaRN and longrope
         plain = _rotate(module, key, cos / squares, -sin / squares)[:, :, :whole]

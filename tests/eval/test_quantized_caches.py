@@ -58,10 +58,13 @@ def by_loop(model, codes, ids):
         attention, plain, cos_sin = layer.self_attn, [], []
         before_rope = getattr(attention, "k_norm", attention.k_proj)
         before_rope.register_forward_hook(lambda module, args, out, plain=plain: plain.append(out.flatten(2)))
-        attention.register_forward_pre_hook(
-            lambda module, args, kwargs, cos_sin=cos_sin: cos_sin.append(kwargs["position_embeddings"]),
-            with_kwargs=True,
-        )
+        turn = float(getattr(attention, "use_rope", True))  # 0: cos and sin that rotate by nothing
+
+        def keep(module, args, kwargs, cos_sin=cos_sin, turn=turn):
+            cos, sin = kwargs["position_embeddings"]
+            cos_sin.append((cos**turn, sin * turn))
+
+        attention.register_forward_pre_hook(keep, with_kwargs=True)
         layers.append(LoopLayer(codes, plain, cos_sin))
     cache = Cache(layers=layers)
     return torch.cat([model(token, past_key_values=cache).logits for token in ids.split(1, dim=1)], 1)
@@ -72,7 +75,7 @@ def source(name):
     return models.source_model(name).double()
 
 
-@each("name, keys", ["llama", "llama-yarn-tied", "qwen2-sliding", "qwen3", "gemma3"], ["channel", "token"])
+@each("name, keys", ["llama", "llama-yarn-tied", "qwen2-sliding", "qwen3", "gemma3", "smollm3"], ["channel", "token"])
 @torch.no_grad()
 def test_a_pass_over_a_coded_kv_cache_is_decoding(name, keys):
     model, ids = source(name), models.tokens(1, LENGTH)

@@ -46,6 +46,7 @@ SOURCES = {
         {"head_dim": 12, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40},
     ),
     "olmo2": ("olmo2", {}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
     "gemma3": (
         "gemma3_text",
         {
