@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from mha2mla.eval.report import filled, html_table
 from mha2mla.testing.numeric_check import NOT_CHECKED, Judgement
@@ -159,9 +160,12 @@ def in_float64(model: nn.Module) -> Iterator[None]:
 
     Each module's own floating-point parameters are widened when its forward begins and put back when it ends: only the
     modules on the way from the root to one leaf are wide at a time. What a model computes in float32 at any dtype
-    (norms, angles) stays so, as in ``model.double()``.
+    (norms, angles) stays so, as in ``model.double()``. Routed experts are computed one by one: grouped products take
+    no float64.
     """
     narrow: dict[nn.Module, dict[str, nn.Parameter]] = {}
+    configs = {id(each.config): each.config for each in model.modules() if isinstance(each, PreTrainedModel)}
+    usual = {key: config._experts_implementation for key, config in configs.items()}
 
     def widen(module: nn.Module, *_: Any) -> None:
         own = {name: each for name, each in module._parameters.items() if each is not None and each.is_floating_point()}
@@ -172,8 +176,14 @@ def in_float64(model: nn.Module) -> Iterator[None]:
     def restore(module: nn.Module, *_: Any) -> None:
         module._parameters.update(narrow.pop(module, {}))
 
+    def route(implementations: Mapping[int, str | None]) -> None:
+        for key, config in configs.items():
+            config._experts_implementation = implementations[key]
+
     with ExitStack() as hooks, torch.no_grad():
         hooks.callback(lambda: [restore(module) for module in list(narrow)])
+        hooks.callback(route, usual)
+        route(dict.fromkeys(configs, "eager"))
         for module in model.modules():
             if any(True for _ in module.parameters(recurse=False)):
                 hooks.callback(module.register_forward_pre_hook(widen).remove)

@@ -355,6 +355,19 @@ def test_float64_needs_no_copy_and_leaves_no_trace(tiny_source, tiny_converted):
         assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
 
 
+def test_float64_reaches_routed_experts():
+    """By default they are one grouped product, of narrower numbers alone."""
+    model, ids = tiny.model("mixtral", num_local_experts=4).bfloat16(), torch.arange(20)[None]
+    usual, exact = model.config._experts_implementation, copy.deepcopy(model).double()
+    exact.set_experts_implementation("eager")
+    with in_float64(model):
+        found = model(input_ids=ids, use_cache=False).logits
+    assert torch.equal(found, exact(input_ids=ids, use_cache=False).logits)
+    assert model.config._experts_implementation == usual != "eager"
+    (row,) = model_rows({"source": model.float()}, levels=["step"], seqlens=(9,), **QUICK)
+    assert row["status"] == "ok"
+
+
 class Stubborn(LlamaForCausalLM):
     """Says the least likely token, with a cache."""
 
