@@ -31,7 +31,7 @@ from mha2mla.eval.measurement import (
 from mha2mla.eval.op_latency import BASELINES, attention_latency, check_op
 from mha2mla.modeling import LatentCache
 from mha2mla.modeling.backends import OF_OPS
-from mha2mla.modeling.config import cache_bytes, cached_tokens, layer_token_bytes, visible_tokens
+from mha2mla.modeling.config import cache_bytes, cached_tokens, layer_token_bytes, touched_experts, visible_tokens
 from mha2mla.terminal import progress_bar
 from mha2mla.testing.numeric_check import ERROR_FACTOR, Judgement, verdict
 from mha2mla.testing.timing import copy_rate
@@ -225,7 +225,7 @@ def model_rows(
             shape = (max(batch_sizes), max(seqlens))
             ids = torch.randint(0, model.config.vocab_size, shape, generator=generator).to(model.device)
             row |= {"dtype": str(model.dtype).removeprefix("torch."), "device": model.device.type}
-            row |= {"weight_bytes": weight_bytes(model)}
+            row |= {"weight_bytes": weight_bytes(model, batch)}
             prompts = ids[:batch, :seqlen]
             if level == "e2e":
                 rights = None  # whose memory the estimate of the largest batch would count
@@ -250,12 +250,15 @@ def _make(make: Model) -> dict[str, Any]:
     return {"model": make if isinstance(make, nn.Module) else make()}
 
 
-def weight_bytes(model: nn.Module) -> int:
-    """Bytes of weights that a step reads: all but the embeddings, of which it reads a row a token, where these are not
-    the logits' weights too."""
+def weight_bytes(model: nn.Module, batch: int = 1) -> int:
+    """Bytes of weights that a step of ``batch`` sequences reads: all but the embeddings, of which it reads a row a
+    token, where these are not the logits' weights too, and of routed experts those that a token goes to, were routing
+    uniform."""
     embeddings = model.get_input_embeddings().weight
     tied = model.get_output_embeddings() is not None and model.get_output_embeddings().weight is embeddings
-    return sum(each.nbytes for each in model.parameters()) - (0 if tied else embeddings.nbytes)
+    experts = sum(each.nbytes for name, each in model.named_parameters() if ".experts." in name)
+    idle = int((1 - touched_experts(model.config, batch)) * experts)
+    return sum(each.nbytes for each in model.parameters()) - (0 if tied else embeddings.nbytes) - idle
 
 
 def _prompt_factor(model: nn.Module) -> float:

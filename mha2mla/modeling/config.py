@@ -139,6 +139,13 @@ def rotary_key_bits(config: MHA2MLAConfig) -> int:
     return 8
 
 
+def touched_experts(config: PreTrainedConfig, tokens: int) -> float:
+    """Share of the routed experts that any of ``tokens`` goes to, were routing uniform; source or converted."""
+    source = getattr(config, "source_config", None) or config.get_text_config(decoder=True).to_dict()
+    count = source.get("num_local_experts") or source.get("num_experts") or 1
+    return 1 - (1 - min(1.0, (source.get("num_experts_per_tok") or 1) / count)) ** tokens
+
+
 def cache_bytes_per_token(config: PreTrainedConfig, itemsize: int) -> int:
     """Bytes that all layers cache of a new token, for elements of ``itemsize`` bytes; source or converted."""
     return sum(layer_token_bytes(config, itemsize))

@@ -22,6 +22,7 @@ from mha2mla.kernels.mixed_attention.layout import form_costs
 from mha2mla.kernels.mla_decode import codes_selection
 from mha2mla.kernels.mla_decode.selection import DecodeShape, refusal, select_kernel
 from mha2mla.modeling.cache_layout import PAGE_SIZE
+from mha2mla.modeling.config import touched_experts
 from mha2mla.modeling.tensor_parallel import HeadShard
 
 ITEMSIZE = 2  # bytes: weights and caches are bfloat16
@@ -239,8 +240,6 @@ def footprint(config: PreTrainedConfig, geometry: MLAGeometry | None, spec: Sour
         for name, parameter in model.named_parameters()
         if ".experts." not in name and parameter is not embeddings
     )
-    text = getattr(config, "source_config", None) or config.to_dict()
-    count = text.get("num_local_experts") or text.get("num_experts") or 1
     if geometry is None:
         token = ITEMSIZE * 2 * -(-spec.num_key_value_heads // tp) * spec.head_dim
         attention, keys = 4 * spec.num_attention_heads // tp * spec.head_dim, 0
@@ -257,7 +256,7 @@ def footprint(config: PreTrainedConfig, geometry: MLAGeometry | None, spec: Sour
         weights=looked_up + dense + experts // tp,
         read=dense + (looked_up if tied else 0),
         experts=experts // tp,
-        expert_share=min(1.0, (text.get("num_experts_per_tok") or 1) / count) if experts else 0.0,
+        expert_share=touched_experts(config, 1) if experts else 0.0,
         token_bytes=token,
         attention=attention,
         keys=keys,

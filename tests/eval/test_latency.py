@@ -368,6 +368,20 @@ def test_float64_reaches_routed_experts():
     assert row["status"] == "ok"
 
 
+def test_a_step_reads_the_experts_that_its_tokens_go_to(checkpoint_of, tmp_path):
+    """Two of four for one token; three quarters of them for two tokens, by uniform routing."""
+    tiny.convert(checkpoint_of("mixtral"), tmp_path / "half", {**tiny.SHORT, "cache_ratio": 0.5})
+    for folder in (checkpoint_of("mixtral"), tmp_path / "half"):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        found = [
+            row["weight_bytes"]
+            for row in model_rows({"": model}, levels=["step"], batch_sizes=(1, 2), seqlens=(9,), **QUICK)
+        ]
+        experts = 4 * sum(each.numel() for name, each in model.named_parameters() if ".experts." in name)
+        dense = 4 * sum(each.numel() for each in model.parameters()) - experts - 4 * model.lm_head.weight.numel()
+        assert found == [dense + experts // 2, dense + experts * 3 // 4]
+
+
 class Stubborn(LlamaForCausalLM):
     """Says the least likely token, with a cache."""
 
