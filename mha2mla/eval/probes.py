@@ -245,7 +245,8 @@ def _repetitions(gap: int, writer: Writer, draw: random.Random, items: int) -> t
     other, again = [], []
     for _ in range(items):
         span, instead = writer.running_text(draw, SPAN), writer.running_text(draw, SPAN)
-        lead, between = writer.running_text(draw, _LEAD), writer.running_text(draw, gap - SPAN)
+        lead = writer.start + writer.running_text(draw, _LEAD - len(writer.start))
+        between = writer.running_text(draw, gap - SPAN)
         other.append(lead + instead + between + span)
         again.append(lead + span + between + span)
     return torch.tensor(other), torch.tensor(again)
@@ -320,11 +321,15 @@ def depth_of(item: int, items: int) -> float:
 
 
 class Writer:
-    """Contexts of exactly so many tokens: facts at their depths in running text, and a question at the end."""
+    """Contexts of exactly so many tokens: facts at their depths in running text, and a question at the end.
+
+    Attributes:
+        start: tokens that the tokenizer puts before a text.
+    """
 
     def __init__(self, tokenizer: Any, text: str) -> None:
         self._tokens, self._name = partial(plain_tokens, tokenizer), text
-        self._start = start_tokens(tokenizer)
+        self.start = start_tokens(tokenizer)
         self._text = self._tokens(load_text(text))
 
     def running_text(self, draw: random.Random, length: int) -> list[int]:
@@ -359,11 +364,11 @@ class Writer:
         if len(set(candidates)) < len(candidates):
             raise ProbeError(f"the tokenizer does not tell {', '.join(answers)} apart by one token")
         stated = [(place, self._tokens(f"\n\n{fact}\n\n")) for place, fact in sorted(facts)]
-        room = length - len(self._start) - shared - sum(len(ids) for _, ids in stated)
+        room = length - len(self.start) - shared - sum(len(ids) for _, ids in stated)
         if room < 0:
             raise ProbeError(f"facts and question take {length - room} tokens")
         text = self.running_text(draw, room)
-        ids, written = list(self._start), 0
+        ids, written = list(self.start), 0
         for place, fact in stated:
             ids += text[written : int(place * room)] + fact
             written = int(place * room)

@@ -13,6 +13,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from mha2mla.eval import probes
 from mha2mla.eval.probes import QUESTIONS, REPEATED, WORDS, ProbeSettings, Writer, run_probes
 from mha2mla.trial_models import tiny_checkpoint
+from tests.conversion import tiny
 
 # A letter is a token here: contexts are short.
 SETTINGS = ProbeSettings(lengths=(900,), gaps=(128, 256), items=4, text="builtin:prose")
@@ -95,6 +96,15 @@ def test_a_question_is_as_long_as_asked_and_its_answer_stands_where_it_says(toke
         places = [place for place in range(len(text)) if text.startswith(f"is {right}.", place)]
         assert len(places) == 1 and abs(places[0] / len(text) - question.depth) < 0.2
     assert tokenizer.decode([question.candidates[question.answer]]) == right[0]
+
+
+def test_every_context_begins_as_the_tokenizer_begins_a_text():
+    """Models trained with a start token lean on it."""
+    writer = Writer(tiny.tokenizer(), SETTINGS.text)
+    asked = [ask(writer, random.Random(0), 900, 0.3).ids for ask in QUESTIONS.values()]
+    contexts = probes._repetitions(128, writer, random.Random(0), 2)
+    assert {parts.shape for parts in contexts} == {(2, 32 + 128 + 64)}
+    assert {ids[0] for ids in (*asked, *(row.tolist() for parts in contexts for row in parts))} == {0}
 
 
 def test_probes_are_drawn_alike_whatever_else_is_asked(tiny_source, tokenizer):
