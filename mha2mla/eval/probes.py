@@ -407,9 +407,10 @@ def _chains(writer: Writer, draw: random.Random, length: int, depth: float) -> Q
 
 
 def _arithmetic(writer: Writer, draw: random.Random, length: int, depth: float) -> Question:
-    """Sums of one digit after eight solved ones, behind a long text: ten digits are offered."""
+    """Sums of one digit after eight other solved ones, behind a long text: ten digits are offered."""
     pairs = [(a, b) for a in range(1, 10) for b in range(1, 10) if a + b < 10]
-    *solved, (a, b) = draw.sample(pairs, _SHOTS + 1)
+    a, b = draw.choice(pairs)
+    solved = draw.sample([pair for pair in pairs if {*pair} != {a, b}], _SHOTS)
     shown = "".join(f"{x} + {y} = {x + y}\n" for x, y in solved)
     digits = [str(digit) for digit in range(10)]
     return writer.question(draw, length, [], f"{shown}{a} + {b} =", digits, a + b, None)

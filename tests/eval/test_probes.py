@@ -98,6 +98,25 @@ def test_a_question_is_as_long_as_asked_and_its_answer_stands_where_it_says(toke
     assert tokenizer.decode([question.candidates[question.answer]]) == right[0]
 
 
+@pytest.fixture(scope="module")
+def sums(tokenizer) -> list[tuple[list[str], str, str]]:
+    """Of many questions the lines of solved sums, the sum that is asked, and its answer."""
+    writer, found = Writer(tokenizer, SETTINGS.text), []
+    for seed in range(400):
+        question = QUESTIONS["arithmetic"](writer, random.Random(seed), 200, 0.5)
+        *solved, asked = tokenizer.decode(question.ids).split("\n")[-9:]
+        answer = tokenizer.decode([question.candidates[question.answer]])
+        found.append((solved, asked.removesuffix(" = "), answer))
+    return found
+
+
+def test_no_solved_sum_is_the_asked_one_turned_round(sums):
+    for solved, asked, answer in sums:
+        turned = " + ".join(reversed(asked.split(" + ")))
+        assert " + " in solved[0]
+        assert f"{asked} = {answer}" not in solved and f"{turned} = {answer}" not in solved
+
+
 def test_every_context_begins_as_the_tokenizer_begins_a_text():
     """Models trained with a start token lean on it."""
     writer = Writer(tiny.tokenizer(), SETTINGS.text)
