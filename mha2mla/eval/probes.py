@@ -407,13 +407,14 @@ def _chains(writer: Writer, draw: random.Random, length: int, depth: float) -> Q
 
 
 def _arithmetic(writer: Writer, draw: random.Random, length: int, depth: float) -> Question:
-    """Sums of one digit after eight other solved ones, behind a long text: ten digits are offered."""
+    """Sums from 2 to 9, all as likely, after eight other solved ones and behind a long text: these are offered."""
     pairs = [(a, b) for a in range(1, 10) for b in range(1, 10) if a + b < 10]
-    a, b = draw.choice(pairs)
+    right = draw.randint(2, 9)
+    a, b = draw.choice([pair for pair in pairs if sum(pair) == right])
     solved = draw.sample([pair for pair in pairs if {*pair} != {a, b}], _SHOTS)
     shown = "".join(f"{x} + {y} = {x + y}\n" for x, y in solved)
-    digits = [str(digit) for digit in range(10)]
-    return writer.question(draw, length, [], f"{shown}{a} + {b} =", digits, a + b, None)
+    digits = [str(digit) for digit in range(2, 10)]
+    return writer.question(draw, length, [], f"{shown}{a} + {b} =", digits, right - 2, None)
 
 
 Ask = Callable[[Writer, random.Random, int, float], Question]

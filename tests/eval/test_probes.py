@@ -117,6 +117,11 @@ def test_no_solved_sum_is_the_asked_one_turned_round(sums):
         assert f"{asked} = {answer}" not in solved and f"{turned} = {answer}" not in solved
 
 
+def test_no_answer_of_sums_is_likelier_than_chance(sums):
+    counts = [[answer for *_, answer in sums].count(str(digit)) for digit in range(2, 10)]
+    assert sum(counts) == 400 and max(counts) < 400 / 8 + 4 * (400 / 8 * 7 / 8) ** 0.5
+
+
 def test_every_context_begins_as_the_tokenizer_begins_a_text():
     """Models trained with a start token lean on it."""
     writer = Writer(tiny.tokenizer(), SETTINGS.text)
