@@ -135,6 +135,12 @@ class Evidence:
         names = (report.get(key) for reports in self.reports.values() for report in reports for key in named)
         return Path(str(next(filter(None, names), "source"))).name
 
+    def name(self, report: Row) -> str:
+        """Name of the conversion of a report: its path where reports of this kind have others of the same name."""
+        name, path = plots.model_name(report), report.get("converted")
+        alike = (each.get("converted") for each in self.reports[report["kind"]] if plots.model_name(each) == name)
+        return name if path is None or {*alike} == {path} else str(path)
+
     @property
     def shares(self) -> dict[str, float]:
         """Conversion → cache over the source's, as convert recorded it."""
@@ -147,7 +153,7 @@ class Evidence:
         for report in self.reports["quality"]:
             for row in report["rows"]:
                 collected = None if report.get("converted") else row.get("cache_ratio")  # several conversions
-                name = plots.model_name(report) if collected is None else f"cache {collected:g}"
+                name = self.name(report) if collected is None else f"cache {collected:g}"
                 found.setdefault(name, []).append(row)
         return found
 
@@ -184,7 +190,7 @@ def write_page(inputs: Sequence[OutputPath], output: OutputPath) -> Path:
     with damage_named(f"{', '.join(map(str, inputs))} cannot be reported"):
         evidence = Evidence(inputs)
         sections = [section for section in _sections(evidence, inputs, output) if section.blocks]
-        timed = [plots.model_name(report) for report in evidence.reports["latency"] if not report.get("preset")]
+        timed = [evidence.name(report) for report in evidence.reports["latency"] if not report.get("preset")]
         names = list(dict.fromkeys([*evidence.shares, *evidence.losses] or timed))
         title = f"{evidence.source} → {', '.join(names) or 'converted'}"
         facts = _facts(evidence, names)
@@ -222,7 +228,7 @@ def _facts(evidence: Evidence, names: Sequence[str]) -> list[tuple[str, str]]:
                 shape = f"batch {last['batch']:,}, {last['seqlen']:,} tokens"
                 if model := report.get("random_weights"):
                     shape += f", {model} with random weights"
-                elif (name := plots.model_name(report)) not in names or len(names) > 1:
+                elif (name := evidence.name(report)) not in names or len(names) > 1:
                     named += f" of {name}"
                 found.append((f"{last['speed_up']:.3g} ×", f"speed of {named}, {shape}"))
     return found
@@ -268,7 +274,7 @@ def _loss_blocks(evidence: Evidence) -> Iterator[Block]:
 
 def _position_blocks(evidence: Evidence) -> Iterator[Block]:
     reports = evidence.reports["quality"]
-    found = {plots.model_name(report): report["by_position"] for report in reports if report.get("by_position")}
+    found = {evidence.name(report): report["by_position"] for report in reports if report.get("by_position")}
     rows = [{"conversion": name, **row} for name, each in found.items() for row in each]
     columns = {"conversion": "conversion"} if len(found) > 1 else {}
     columns |= {"text": "text", "first": "from token", "stop": "to", "perplexity_ratio": "ratio"}
@@ -306,7 +312,7 @@ def _probe_blocks(evidence: Evidence) -> Iterator[Block]:
             shown = ("probe", *cache, "length", "chance", "source", "converted", "retained")
             yield Block(picture.headline, part, {key: probes.COLUMNS[key] for key in shown}, picture)
         if report.get("generation"):
-            headline = f"Greedy continuations of {plots.model_name(report)} beside the source's"
+            headline = f"Greedy continuations of {evidence.name(report)} beside the source's"
             yield Block(headline, report["generation"], generation.COLUMNS)
 
 
@@ -325,7 +331,7 @@ def _latency_blocks(evidence: Evidence) -> Iterator[Block]:
             ]
             columns = {x: "tokens of context", "source": "sequences, source", "converted": "converted"}
             yield Block(picture.headline, table, columns, picture if len(table) > 1 else None)
-        yield Block(f"All rows of {plots.model_name(report)}", rows, LatencyRows(rows).columns(), folded=True)
+        yield Block(f"All rows of {evidence.name(report)}", rows, LatencyRows(rows).columns(), folded=True)
     runs = [{"model": report["model"], **row} for report in evidence.reports["generate"] for row in report["rows"]]
     if runs:
         yield Block("Runs of mha2mla generate", runs)

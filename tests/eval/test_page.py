@@ -154,6 +154,22 @@ def _loss(**others):
     return {"text": "prose", "seqlen": 512, "perplexity_ratio": 1.25, "perplexity_source": 8.0, **others}
 
 
+def test_conversions_of_one_name_are_told_apart_by_their_path(tmp_path):
+    """They were taken for one, of which the losses at equal bytes had the last alone."""
+    files = [
+        write_json(tmp_path / f"{ratio}.json", kind="quality", rows=[_loss(perplexity_ratio=ratio)], **fields)
+        for ratio, fields in ((1.25, _pair("new/b")), (1.75, _pair("old/b")))
+    ]
+    page = Page(write_page(files, tmp_path / "report.html"))
+    assert page.texts["h1"] == ["a → new/b, old/b"] and page.texts["td"].count("1.250") == 3
+    assert "perplexity of new/b, windows of 512 tokens, worst text" in page.texts["dt"]
+    assert Page(write_page(files[:1], tmp_path / "report.html")).texts["h1"] == ["a → b"]
+
+
+def _pair(converted):
+    return {"source": "a", "converted": converted, "dtype": "float32"}
+
+
 def test_markdown_has_tables_and_shows_text_as_it_is(files, tmp_path):
     text = write_page(files, tmp_path / "report.md").read_text()
     assert "## Loss by length and text" in text and "<svg" not in text
