@@ -273,8 +273,14 @@ def _loss_blocks(evidence: Evidence) -> Iterator[Block]:
 
 
 def _position_blocks(evidence: Evidence) -> Iterator[Block]:
-    reports = evidence.reports["quality"]
-    found = {evidence.name(report): report["by_position"] for report in reports if report.get("by_position")}
+    by_text: dict[str, dict[str, list[Row]]] = {}  # conversion → text → parts of its longest windows
+    for report in evidence.reports["quality"]:
+        parts = report.get("by_position") or ()
+        for text in dict.fromkeys(row["text"] for row in parts):
+            here, texts = [row for row in parts if row["text"] == text], by_text.setdefault(evidence.name(report), {})
+            if text not in texts or here[-1]["stop"] >= texts[text][-1]["stop"]:
+                texts[text] = here
+    found = {name: [row for parts in texts.values() for row in parts] for name, texts in by_text.items()}
     rows = [{"conversion": name, **row} for name, each in found.items() for row in each]
     columns = {"conversion": "conversion"} if len(found) > 1 else {}
     columns |= {"text": "text", "first": "from token", "stop": "to", "perplexity_ratio": "ratio"}

@@ -166,6 +166,23 @@ def test_conversions_of_one_name_are_told_apart_by_their_path(tmp_path):
     assert Page(write_page(files[:1], tmp_path / "report.html")).texts["h1"] == ["a → b"]
 
 
+def test_positions_of_several_files_are_shown_together(tmp_path):
+    """Of one text those of its longest windows."""
+    files = []
+    for name, text, length, ratio in (("x", "prose", 64, 2.25), ("y", "prose", 512, 1.25), ("z", "code", 64, 1.75)):
+        parts = [
+            _loss(text=text, seqlen=length, first=first, stop=first + length // 2, perplexity_ratio=ratio)
+            for first in (0, length // 2)
+        ]
+        fields = {"rows": [_loss(text=text, seqlen=length)], "by_position": parts, **_pair("b")}
+        files.append(write_json(tmp_path / f"{name}.json", kind="quality", **fields))
+    for order in (files, files[::-1]):
+        page = write_page(order, tmp_path / "report.md").read_text().partition("## Loss by position")[2]
+        shown = [line for line in page.partition("## Loss at equal bytes")[0].splitlines() if line.startswith("| ")][2:]
+        lines = ["| prose | 0 | 256 | 1.250 |", "| prose | 256 | 512 | 1.250 |", "| code | 0 | 32 | 1.750 |"]
+        assert sorted(shown) == sorted([*lines, "| code | 32 | 64 | 1.750 |"])
+
+
 def _pair(converted):
     return {"source": "a", "converted": converted, "dtype": "float32"}
 
