@@ -167,10 +167,11 @@ def probes(rows: Sequence[Row]) -> list[Picture]:
                 for name, *look in (("chance", "soft", "dashed"), ("source", "source"), ("converted", "ours"))
             ]
             panels.append(Panel(probe, "tokens of context", what, curves, ("log2", "linear")))
-        kept = [row["retained"] for row in part if row.get("retained") is not None]
+        kept = [_number(row["retained"]) for row in part if row.get("retained") is not None]
         said = "the source is at chance"
         if kept:
-            said = f"at least {100 * min(kept):.0f} % of the source's gain over chance is kept"
+            least = min(kept, key=lambda share: (not math.isnan(share), share))
+            said = f"at least {100 * least:.0f} % of the source's gain over chance is kept"
         headline = f"Far context, {len(part)} probes of {subject}: {said}"
         pictures.append(Picture(headline, panels, columns=2))
     return pictures

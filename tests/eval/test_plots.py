@@ -98,6 +98,15 @@ def test_probes_are_drawn_by_measure_and_probe():
     assert _curves(gains.panels[0])["converted"] == [(512, 0.5), (2048, 0.5)]
 
 
+@pytest.mark.parametrize("least", ["nan", "-inf"])
+def test_probes_without_a_number_are_the_least_kept(least):
+    """As JSON has them: a model that overflows still has a page."""
+    row = {"probe": "span", "measure": "gain", "length": 512, "chance": 0.0, "source": 2.0, "converted": 1.0}
+    rows = [row | {"retained": 0.5}, row | {"retained": least, "converted": least, "length": 1024}]
+    (picture,) = plots.probes(rows)
+    assert f"at least {least} %" in picture.headline and _curves(picture.panels[0])["source"][-1] == (1024, 2.0)
+
+
 def test_probes_of_other_caches_are_not_drawn():
     row = {"probe": "sums", "measure": "accuracy", "length": 512, "chance": 0.1, "source": 0.9}
     own = row | {"cache": "16 bits", "converted": 0.8, "retained": 0.875}
