@@ -431,6 +431,8 @@ def _latency_command(report: Row) -> str:
         words = ["--random-weights", report["random_weights"], "--layers", report["layers"]]
         for option, name in (("--kv-lora-rank", "d_c"), ("--qk-rope-head-dim", "d_r")):
             words += [option, *re.findall(rf"{name}=(\d+)", report["geometry"])[:1]]
+        layout = "shared" if "G=1 " in report["geometry"] else "per-group"
+        words += ["--layout", "latent" if "from the latent" in report["geometry"] else layout]
     else:
         words = [report["source"], report["converted"]]
     levels = {"attention": "op", "decode step": "step", "prefill": "prefill", "generate": "e2e"}

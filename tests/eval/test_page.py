@@ -1,13 +1,16 @@
 """The page about a conversion: what it shows of the files, alone and without a network."""
 
 import json
+import re
 from html.parser import HTMLParser
 
 import pytest
+import torch
 
 import mha2mla
 from mha2mla.eval.page import write_page
 from mha2mla.eval.report import write_json
+from mha2mla.trial_models import random_pair
 from tests.commands import run
 
 pytest.importorskip("matplotlib")
@@ -126,6 +129,20 @@ def test_times_of_another_model_name_it(tmp_path):
     assert "speed of generation, batch 1, 64 tokens, llama-2-7b with random weights" in page.texts["dt"]
     assert page.counts["figure"] == 2, "one context makes no picture of the largest batches"
     assert {"8", "16"} <= set(page.texts["td"])
+
+
+@pytest.mark.parametrize("layout", ["latent", "shared", "per-group"])
+def test_command_of_random_weights_measures_the_same_geometry(layout, tmp_path):
+    pair = random_pair("tiny", {"layout": layout, "cache_ratio": 0.5}, None, torch.device("cpu"), torch.float32)
+    row = {"op": "generate", "batch": 1, "seqlen": 64, "status": "ok", "implementation": "converted"}
+    fields = {"random_weights": "tiny", "layers": 2, "geometry": str(pair.geometry)}
+    path = write_json(tmp_path / "l.json", kind="latency", rows=[row], **fields)
+    (words,) = re.findall("--random-weights tiny (.*) --level", write_page([path], tmp_path / "report.md").read_text())
+    options = dict(zip(words.split()[::2], words.split()[1::2], strict=True))
+    target = {"layout": options["--layout"], "kv_lora_rank": int(options["--kv-lora-rank"])}
+    target["qk_rope_head_dim"] = int(options["--qk-rope-head-dim"])
+    again = random_pair("tiny", target, int(options["--layers"]), torch.device("cpu"), torch.float32)
+    assert again.geometry == pair.geometry
 
 
 @pytest.mark.parametrize(("measured", "named"), [("b", ""), ("c", " of c")])
