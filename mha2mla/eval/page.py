@@ -416,7 +416,8 @@ def _quality_command(report: Row) -> str:
     words = ["eval", "quality", report["source"], report["converted"]]
     words += ["--text", *dict.fromkeys(row["text"] for row in rows)]
     words += ["--lengths", ",".join(map(str, sorted({row["seqlen"] for row in rows})))]
-    for option, pattern in (("--kv-bits", r"KV (\d+) bits"), ("--latent-bits", r"latent (\d+) bits")):
+    patterns = {"--kv-bits": r"KV (\d+) bits", "--latent-bits": r"latent (\d+) bits"}
+    for option, pattern in (patterns | {"--rotary-key-cache": r"rotary keys (\w+)"}).items():
         if bits := list(dict.fromkeys(re.findall(pattern, caches))):
             words += [option, ",".join(bits)]
     words += [word for key in ("probes", "generation") if report.get(key) for word in (f"--{key}",)]

@@ -200,6 +200,14 @@ def test_positions_of_several_files_are_shown_together(tmp_path):
         assert sorted(shown) == sorted([*lines, "| code | 32 | 64 | 1.750 |"])
 
 
+def test_command_measures_every_cache_again(tmp_path):
+    caches = ["16 bits", "source, KV 4 bits, keys by token", "latent 8 bits, importance", "rotary keys int8"]
+    rows = [_loss(cache=cache) for cache in [*caches, "rotary keys bfloat16"]]
+    path = write_json(tmp_path / "q.json", kind="quality", rows=rows, **_pair("b"))
+    options = "--kv-bits 4 --latent-bits 8 --rotary-key-cache int8,bfloat16 --dtype"
+    assert options in write_page([path], tmp_path / "report.md").read_text()
+
+
 def _pair(converted):
     return {"source": "a", "converted": converted, "dtype": "float32"}
 
