@@ -292,19 +292,19 @@ def _byte_blocks(evidence: Evidence) -> Iterator[Block]:
     found: dict[tuple[str, str], dict[str, Any]] = {}
     lengths: set[int] = set()
     for name, rows in losses.items():
-        for row in rows:
-            cache = row.get("cache", plots.UNQUANTISED)
-            worst = plots.worst_losses([each for each in rows if each.get("cache", plots.UNQUANTISED) == cache])
+        for cache in dict.fromkeys(row.get("cache", plots.UNQUANTISED) for row in rows):
+            alike = [each for each in rows if each.get("cache", plots.UNQUANTISED) == cache]
+            worst = plots.worst_losses(alike)
             lengths |= worst.keys()
             whose = "source" if cache.startswith("source") else name
             line = {"model": whose, "cache": cache.removeprefix("source, ")}
-            line["share"] = row.get("cache_share", shares.get(name))
+            line["share"] = max(alike, key=lambda row: row["seqlen"]).get("cache_share", shares.get(name))
             found[whose, cache] = line | {str(length): ratio for length, ratio in worst.items()}
     if not found:
         return
     source = {"model": "source", "cache": plots.UNQUANTISED, "share": 1.0} | {str(length): 1.0 for length in lengths}
     rows = sorted([source, *found.values()], key=lambda row: (row["share"] is None, row["share"] or 0, row["model"]))
-    columns = {"model": "model", "cache": "cache", "share": "bytes"}
+    columns = {"model": "model", "cache": "cache", "share": f"bytes at {max(lengths):,}"}
     columns |= {str(length): f"at {length:,}" for length in sorted(lengths)}
     yield from _pictured(plots.loss_by_bytes(losses, shares), rows, columns)
 

@@ -200,6 +200,17 @@ def test_positions_of_several_files_are_shown_together(tmp_path):
         assert sorted(shown) == sorted([*lines, "| code | 32 | 64 | 1.750 |"])
 
 
+def test_bytes_are_those_of_the_longest_window(tmp_path):
+    """The newest tokens of a coded cache stay in 16 bits: its share falls with the length."""
+    shares = {("prose", 512): 0.355, ("prose", 8192): 0.315, ("short", 512): 0.355}
+    rows = [_loss(text=text, seqlen=size, cache="source, KV 4 bits", cache_share=share)
+            for (text, size), share in shares.items()]  # fmt: skip
+    path = write_json(tmp_path / "q.json", kind="quality", rows=rows, **_pair("b"))
+    text = write_page([path], tmp_path / "report.md").read_text()
+    assert "| model | cache | bytes at 8,192 | at 512 | at 8,192 |" in text
+    assert "| source | KV 4 bits | 0.3150 | 1.250 | 1.250 |" in text
+
+
 def test_command_measures_every_cache_again(tmp_path):
     caches = ["16 bits", "source, KV 4 bits, keys by token", "latent 8 bits, importance", "rotary keys int8"]
     rows = [_loss(cache=cache) for cache in [*caches, "rotary keys bfloat16"]]
