@@ -62,7 +62,7 @@ def load_text(name: str | Path, characters: int | None = None) -> str:
         characters: that are enough: the text may end behind them where that saves time (``builtin:stdlib``).
 
     Raises:
-        ValueError: unknown builtin, no such file, not UTF-8, empty, or a dataset without the column.
+        ValueError: unknown builtin, no such file, not UTF-8, empty, or a dataset without a column of texts.
         ImportError: a dataset was asked for and ``datasets`` is not installed.
     """
     name = str(name)
@@ -257,7 +257,10 @@ def _dataset(name: str) -> str:
     column = column or "text"
     if column not in rows.column_names:
         raise ValueError(f"text 'hf:{name}' has no column {column!r}; expected one of {', '.join(rows.column_names)}")
-    return _DATASET_SEPARATOR.join(rows[column])
+    texts = [text for text in rows[column] if text is not None]
+    if (other := next((text for text in texts if not isinstance(text, str)), None)) is not None:
+        raise ValueError(f"text 'hf:{name}' has column {column!r} of {type(other).__name__}; expected texts")
+    return _DATASET_SEPARATOR.join(texts)
 
 
 @dataclass(frozen=True)

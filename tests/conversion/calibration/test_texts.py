@@ -64,7 +64,7 @@ def test_dataset_without_package_names_the_extra(monkeypatch):
 
 def test_a_dataset_column_is_joined(monkeypatch):
     class Rows(dict):
-        column_names = ("body",)
+        column_names = ("body", "label")
 
     asked = []
 
@@ -72,13 +72,15 @@ def test_a_dataset_column_is_joined(monkeypatch):
         @staticmethod
         def load_dataset(path, config, *, split):
             asked.append((path, config, split))
-            return Rows(body=["one", "two"])
+            return Rows(body=["one", None, "two"], label=[1, 2])
 
     monkeypatch.setitem(sys.modules, "datasets", Datasets)
     assert load_text("hf:owner/name:en:test:body") == "one\n\ntwo"
     assert asked == [("owner/name", "en", "test")]
     with pytest.raises(ValueError, match="no column 'text'"):
         load_text("hf:owner/name")
+    with pytest.raises(ValueError, match="text 'hf:owner/name:::label' has column 'label' of int; expected texts"):
+        load_text("hf:owner/name:::label")
 
 
 def test_windows_tile_the_text_behind_a_start_token():
