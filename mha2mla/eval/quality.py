@@ -37,6 +37,7 @@ from mha2mla.eval.quantized_caches import (
     RotaryKeys,
 )
 from mha2mla.eval.report import html_table
+from mha2mla.modeling.config import rotary_key_bits
 from mha2mla.modeling.configuration_mha2mla import ROTARY_KEY_CACHES
 from mha2mla.terminal import progress_bar
 
@@ -201,7 +202,8 @@ def evaluate_quality(
         metrics: further metrics, measured beside perplexity, KL and agreement; their columns stand in every row.
         caches: also compare the source over a quantised KV cache (``KVCodes``), and the converted model over quantised
             latents (``LatentCodes``), whose basis is computed from :data:`BASIS_TEXT`, and over kept rotary keys
-            (``RotaryKeys``), whose rows also have the divergence from computed keys.
+            (``RotaryKeys``), whose rows also have the divergence from computed keys; of those that its config keeps,
+            always.
         probes: also ask what needs far context (:mod:`mha2mla.eval.probes`); True takes the window lengths that were
             measured, and the last text; a number asks so many questions of each probe. ``caches`` are asked too.
         generation: also compare greedy continuations (:mod:`mha2mla.eval.generation`); True takes the last text.
@@ -225,6 +227,9 @@ def evaluate_quality(
     _check_same_tokens(tokenizer, converted, [content[:20_000] for content in contents.values()])
     source = load_model(source, "source", device=device, dtype=dtype)
     converted = load_model(converted, "converted", device=device, dtype=dtype)
+    if hasattr(converted.config, "with_options") and rotary_key_bits(converted.config):
+        caches = list(dict.fromkeys([*caches, RotaryKeys(converted.config.rotary_key_cache)]))
+        columns |= FromComputed.columns
     if (size := converted.config.vocab_size) != (expected := source.config.vocab_size):
         raise ValueError(f"converted has vocab_size {size}; expected the source's {expected}")
 

@@ -49,6 +49,8 @@ class ComparedCache:
         bits = getattr(model.config, "latent_bits", 16)
         by_layer = sorted(set(bits)) if isinstance(bits, list) else [bits]
         self.model, self.config = model, model.config
+        if hasattr(self.config, "with_options"):  # a pass without a cache computes keys
+            self.config = self.config.with_options(rotary_key_cache="none")
         self.name = name or f"{', '.join(map(str, by_layer))} bits"
 
     def run(self, module: nn.Module, ids: Tensor) -> Any:

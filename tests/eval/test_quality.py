@@ -301,6 +301,16 @@ def test_kept_rotary_keys_are_rows_beside_computed_ones(tiny_source, tmp_path):
         evaluate_quality(tiny_source, tiny_source, **settings)
 
 
+def test_rotary_keys_that_the_config_keeps_are_measured(tiny_source, tokenizer, tmp_path):
+    """They were bytes of the row whose predictions were those of computed keys."""
+    recipe = {"preset": "minimal", "layout": "latent", "calibration.tokens": 256, "calibration.lengths": 64}
+    tiny.convert(str(tiny_source), tmp_path / "half", recipe)
+    report = evaluate_quality(tiny_source, tmp_path / "half", caches=[RotaryKeys("int8")], **SETTINGS)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "half", rotary_key_cache="int8").eval()
+    assert evaluate_quality(tiny_source, model, **SETTINGS) == report
+    assert [row.cache_share for row in report.rows] == [0.5, 0.5 + (32 + 4) / 128]
+
+
 def test_codes_of_a_checkpoint_are_measured_as_they_are(tiny_source, tmp_path):
     recipe = {"preset": "minimal", "cache_ratio": 0.16, "latent.bits": 4, "calibration.tokens": 256}
     tiny.convert(str(tiny_source), tmp_path / "coded", {**recipe, "calibration.lengths": 64})
