@@ -205,12 +205,14 @@ def _facts(evidence: Evidence, names: Sequence[str]) -> list[tuple[str, str]]:
     Args:
         names: conversions that the page is about.
     """
-    found = []
-    for record in evidence.reports["conversion"]:
+    found, records = [], evidence.reports["conversion"]
+    for record in records:
+        whose = f" of {record['name']}" if len(records) > 1 else ""
         before = 2 * record["source_cache_numel_per_token"]
         cached = record.get("cache_bytes_per_token", 2 * record["cache_numel_per_token"])  # older records have none
-        found.append((f"{record['cache_ratio']:.3g} ×", f"KV cache: {cached:,} of {before:,} bytes a token, bfloat16"))
-        found.append((f"{record['weight_growth']:.3g} ×", f"parameters: {record['parameters']:,}"))
+        size = f"{cached:,} of {before:,} bytes a token, bfloat16"
+        found.append((f"{record['cache_ratio']:.3g} ×", f"KV cache{whose}: {size}"))
+        found.append((f"{record['weight_growth']:.3g} ×", f"parameters{whose}: {record['parameters']:,}"))
         rows = record.get("healing", {}).get("rows", ())
         if worst := max(rows, key=lambda row: row["ratio_after"], default=None):
             where = f"windows of {worst['length']:,} tokens of {worst['text']}"

@@ -183,6 +183,17 @@ def test_conversions_of_one_name_are_told_apart_by_their_path(tmp_path):
     assert Page(write_page(files[:1], tmp_path / "report.html")).texts["h1"] == ["a → b"]
 
 
+def test_bytes_of_several_conversions_name_them(tiny_converted, tmp_path):
+    record = json.loads((tiny_converted / "conversion.json").read_text())
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "conversion.json").write_text(json.dumps(record | {"name": name}))
+    text = write_page([tmp_path / "one", tmp_path / "two"], tmp_path / "report.md").read_text()
+    assert all(f"{what} of {name}: " in text for what in ("KV cache", "parameters") for name in ("one", "two"))
+    text = write_page([tmp_path / "one"], tmp_path / "report.md").read_text()
+    assert "KV cache: " in text and "parameters: " in text
+
+
 def test_positions_of_several_files_are_shown_together(tmp_path):
     """Of one text those of its longest windows."""
     files = []
