@@ -114,12 +114,14 @@ class TokenBlocks:
 
     def shortened(self, tokens: int) -> TokenBlocks:
         """These windows, or where they are more about ``tokens`` of them, equally many of each length. Long windows of
-        which not one fits are left out; of the shortest there is always one."""
+        which not one fits are left out, and lengths that do not divide the longest that stays; of the shortest there is
+        always one."""
         if self.tokens.numel() <= tokens:
             return self
         lengths = self.window_lengths
         fit = [lengths[:count] for count in range(1, len(lengths) + 1) if count * lengths[count - 1] <= tokens]
         kept = fit[-1] if fit else lengths[:1]
+        kept = tuple(length for length in kept if kept[-1] % length == 0)
         size = max(1, tokens // len(kept) // kept[-1]) * kept[-1]
         chosen = [self.tokens[list(self.of_length(length))].flatten()[:size] for length in kept]
         return TokenBlocks.of([part.view(-1, length) for part, length in zip(chosen, kept, strict=True)])

@@ -91,6 +91,14 @@ def test_fewer_tokens_are_windows_of_the_lengths_that_fit(tokens, lengths):
         assert torch.equal(whole, torch.arange(len(whole)))
 
 
+@pytest.mark.parametrize(("tokens", "lengths"), [(6, {4}), (24, {6}), (36, {4, 6, 12})])
+def test_fewer_tokens_have_lengths_that_divide_the_longest(tokens, lengths):
+    """Of lengths that divide 12, and not one another."""
+    blocks = TokenBlocks.of([torch.arange(96).view(-1, length) for length in (4, 6, 12)])
+    found = blocks.shortened(tokens)
+    assert set(found.window_lengths) == lengths and found.tokens.numel() <= tokens
+
+
 @given(st.integers(2, 300_000))
 def test_default_lengths_reach_the_context_and_divide_the_longest(context):
     lengths = default_lengths(context)
