@@ -70,6 +70,7 @@ def choose_layer_ranks(
         budget = math.floor(walk.recipe.target.cache_ratio * 2 * geometry.source_cache_numel_per_token + 1e-9)
         mean, most = reach_of_codes(geometry, budget)
     else:
+        step = min(step, mean)  # widths that were given may be less
         most = most_rank(geometry, step, mean)
     ranks = sorted({min(most, max(step, round(factor * mean / step) * step)) for factor in FACTORS})
     fitted, judged = walk.windows.divided(_FITTED_TOKENS, _JUDGED_TOKENS)

@@ -84,6 +84,15 @@ def test_what_is_measured_falls_with_the_rank_and_repeats(layout, steps, source)
         assert all(0 < loss < 5 for loss in by_rank) and by_rank[-1] < by_rank[0]
 
 
+@pytest.mark.parametrize(("rank", "bits"), [(4, 16), (3, 16), (12, 16), (8, 4)])
+def test_ranks_of_widths_below_a_step_keep_the_budget(rank, bits, source):
+    widths = {"layout": "latent", "kv_lora_rank": rank, "qk_rope_head_dim": 8, "latent_bits": bits}
+    walk = uniform_walk(source, Recipe(latent_ranks="measured", **widths, **SHORT))
+    chosen, _ = choose_layer_ranks(walk)
+    found = sum(replace(walk.geometries[0], kv_lora_rank=each).cache_bytes_per_token(2) for each, _ in chosen)
+    assert found <= LAYERS * walk.geometries[0].cache_bytes_per_token(2)
+
+
 def test_a_converted_layer_alone_loses_what_its_model_says(source):
     """The divergence from streams is the one between whole models, of which one has that layer converted."""
     walk = uniform_walk(source, Recipe(cache_ratio=0.5, latent_ranks="measured", **SHORT))
