@@ -77,6 +77,13 @@ class CalibrationSource(RecipeObject, ABC):
         """
 
 
+def described(value: Any) -> str:
+    """What a rule gave, for messages: dtype, shape and device of a tensor, or the value itself."""
+    if all(hasattr(value, name) for name in ("dtype", "shape", "device")):
+        return f"{value.dtype} {tuple(value.shape)} on {value.device}"
+    return f"{value!r:.80}"
+
+
 def register(name: str, **fields: Any) -> Callable[[T], T]:
     """Class decorator: YAML, flags and presets know the instance ``cls(**fields)`` by ``name``.
 

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 
 from mha2mla.conversion.calibration.statistics import LayerStatistics
-from mha2mla.conversion.extension import RecipeObject, register
+from mha2mla.conversion.extension import RecipeObject, described, register
 from mha2mla.conversion.families import AttentionWeights, SourceSpec, pair_factors
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling.modeling_mha2mla import apply_rope
@@ -208,7 +208,7 @@ class RopeRule(RecipeObject, ABC):
 
         Default: the pairs of :meth:`kept`, each of one head.
         """
-        return axis_components(self.kept(problem, per_head=False))
+        return axis_components(_checked_kept(self, problem, per_head=False))
 
 
 class Scored(RopeRule):
@@ -219,7 +219,14 @@ class Scored(RopeRule):
         """Score of every pair, float64 [d // 2, h_kv] on the CPU."""
 
     def kept(self, problem: RopeProblem, *, per_head: bool) -> torch.Tensor:
-        scores = self.scores(problem)
+        scores, shape = self.scores(problem), (problem.spec.head_dim // 2, problem.spec.num_key_value_heads)
+        if not _is_given(scores, shape) or scores.is_complex():
+            raise ValueError(
+                f"{type(self).__name__}.scores gave {described(scores)}; expected a real tensor {shape} on the CPU:"
+                " frequencies, kv heads"
+            )
+        if scores.isnan().any():  # a sort would take them for the largest
+            raise torch.linalg.LinAlgError(f"{type(self).__name__}.scores gave NaN")
         if not per_head:
             return _largest(scores, problem.pairs)
         kept = torch.zeros(scores.shape, dtype=torch.bool)
@@ -336,21 +343,52 @@ def rotary_basis(
     half, kv_heads = spec.head_dim // 2, spec.num_key_value_heads
     every = torch.ones(half, kv_heads, dtype=torch.bool) if geometry.qk_nope_head_dim == 0 else None
     if per_group:
-        kept = rule.kept(problem, per_head=True) if every is None else every
-        counts = kept.sum(0).tolist()
-        if kept.dtype != torch.bool or kept.shape != (half, kv_heads) or set(counts) != {problem.pairs}:
-            raise ValueError(
-                f"{type(rule).__name__}.kept gave {kept.dtype} {tuple(kept.shape)} with {counts} pairs by head;"
-                f" expected bool {half, kv_heads} with {problem.pairs} of each"
-            )
-        return per_group_basis(spec, kept, phase)
+        return per_group_basis(spec, _checked_kept(rule, problem, per_head=True) if every is None else every, phase)
     components = rule.components(problem) if every is None else axis_components(every)
-    if components.encode.shape != (problem.pairs, kv_heads, half):
-        raise ValueError(
-            f"{type(rule).__name__} gave components {tuple(components.encode.shape)}; expected"
-            f" {problem.pairs, kv_heads, half}: pairs, kv heads, frequencies"
-        )
+    _check_components(rule, components, problem.pairs, kv_heads, half)
     return shared_basis(spec, geometry, components, phase)
+
+
+def _is_given(value: object, shape: tuple[int, ...]) -> bool:
+    """True for a tensor of that shape on the CPU."""
+    return isinstance(value, torch.Tensor) and value.shape == shape and value.device.type == "cpu"
+
+
+def _checked_kept(rule: RopeRule, problem: RopeProblem, *, per_head: bool) -> torch.Tensor:
+    kept, shape = rule.kept(problem, per_head=per_head), (problem.spec.head_dim // 2, problem.spec.num_key_value_heads)
+    counts = (kept.sum(0) if per_head else kept.sum()[None]).tolist() if _is_given(kept, shape) else []
+    if not counts or kept.dtype != torch.bool or set(counts) != {problem.pairs}:
+        raise ValueError(
+            f"{type(rule).__name__}.kept gave {described(kept)} with {counts} pairs; expected torch.bool {shape} on the"
+            f" CPU with {problem.pairs} {'of each head' if per_head else 'in all'}"
+        )
+    return kept
+
+
+def _check_components(rule: RopeRule, found: SharedComponents, pairs: int, kv_heads: int, half: int) -> None:
+    expected = {
+        "encode": (torch.complex128, (pairs, kv_heads, half)),
+        "decode": (torch.complex128, (kv_heads, half, pairs)),
+        "frequency": (torch.int64, (pairs,)),
+    }
+    for name, (dtype, shape) in expected.items():
+        value = getattr(found, name, None)
+        if not _is_given(value, shape) or value.dtype != dtype:
+            raise ValueError(
+                f"{type(rule).__name__}.components gave {name} {described(value)}; expected {dtype} {shape} on the CPU"
+            )
+    if found.frequency.min() < 0 or found.frequency.max() >= half:
+        raise ValueError(
+            f"{type(rule).__name__}.components gave frequencies {found.frequency.min()} to {found.frequency.max()};"
+            f" expected indices from 0 to {half - 1}"
+        )
+    product = torch.einsum("naj,ajm->nm", found.encode, found.decode)
+    error = (product - torch.eye(pairs)).abs().max()
+    if error > 1e-6:  # NaN passes: what is not finite has the layer converted by the plainest rules
+        raise ValueError(
+            f"{type(rule).__name__}.components gave encode · decode that is off the identity by {error:.3g}; expected"
+            " at most 1e-6"
+        )
 
 
 def rotation_cost(phase: torch.Tensor) -> torch.Tensor:

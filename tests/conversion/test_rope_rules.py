@@ -1,10 +1,21 @@
 """RoPE rules keep the pairs that they say, and refuse layouts that they do not serve."""
 
+import re
+from dataclasses import dataclass, replace
+
 import pytest
 import torch
 
 from mha2mla.conversion.families import AttentionWeights
-from mha2mla.conversion.rope import RoRoPE, folded_components, key_second_moment, rotation_cost
+from mha2mla.conversion.rope import (
+    RopeRule,
+    RoRoPE,
+    Scored,
+    axis_components,
+    folded_components,
+    key_second_moment,
+    rotation_cost,
+)
 from tests.conversion.one_layer import Layer, Recipe, basis_of, frequencies, shared_basis
 
 
@@ -87,3 +98,67 @@ def test_the_mean_phase_is_the_best_constant_and_its_loss_is_the_cost():
     least = (turns - mean).abs().square().mean()
     assert torch.allclose(rotation_cost(mean), least)
     assert all((turns - factor).abs().square().mean() > least for factor in (1.0, 0.9 * mean, 1.1 * mean, mean.conj()))
+
+
+SCORES = torch.arange(16, dtype=torch.float64).view(8, 2)
+SPOILT_SCORES = {
+    "gave torch.float64 (2, 8) on cpu; expected a real tensor (8, 2)": SCORES.T,
+    "gave torch.float64 (8,) on cpu": SCORES[:, 0],
+    "gave torch.complex128 (8, 2) on cpu": SCORES + 0j,
+    "gave torch.float64 (8, 2) on meta": SCORES.to("meta"),
+    "gave [[0.0, 1.0], ": SCORES.tolist(),
+}
+PAIRS = axis_components(SCORES < 4)
+SPOILT_PAIRS = {
+    "encode torch.complex64 (4, 2, 8) on cpu; expected torch.complex128": {"encode": PAIRS.encode.to(torch.complex64)},
+    "decode torch.complex128 (2, 8, 3) on cpu": {"decode": PAIRS.decode[..., 1:]},
+    "decode that is off the identity by 1; expected": {"decode": 2 * PAIRS.decode},
+    "frequency torch.int64 (3,) on cpu; expected torch.int64 (4,)": {"frequency": PAIRS.frequency[1:]},
+    "frequencies -8 to -7; expected indices from 0 to 7": {"frequency": PAIRS.frequency - 8},
+}
+
+
+@dataclass(frozen=True)
+class Spoilt(Scored):
+    """A rule that breaks its contract."""
+
+    found: str
+
+    def scores(self, problem):
+        return SPOILT_SCORES[self.found] if self.found in SPOILT_SCORES else SCORES * torch.nan
+
+    def components(self, problem):
+        changed = SPOILT_PAIRS.get(self.found)
+        return super().components(problem) if changed is None else replace(PAIRS, **changed)
+
+
+@pytest.mark.parametrize("found", [*SPOILT_SCORES, *SPOILT_PAIRS])
+def test_what_a_rule_gives_is_checked(found):
+    recipe = Recipe(layout="shared", rope=Spoilt(found), qk_rope_head_dim=8, kv_lora_rank=32, fit_queries=False)
+    with pytest.raises(ValueError, match=f"Spoilt.(scores|components) .*{re.escape(found)}"):
+        basis_of(Layer("llama"), recipe)
+
+
+@dataclass(frozen=True)
+class Turned(RopeRule):
+    """Pairs of another shape."""
+
+    def kept(self, problem, *, per_head):
+        return (SCORES < 4).T
+
+
+@pytest.mark.parametrize("layout", ["shared", "per-group"])
+def test_pairs_of_another_shape_are_refused(layout):
+    recipe = Recipe(layout=layout, rope=Turned(), qk_rope_head_dim=4, kv_lora_rank=32, fit_queries=False)
+    with pytest.raises(
+        ValueError, match=r"Turned.kept gave torch.bool \(2, 8\) on cpu .* expected torch.bool \(8, 2\)"
+    ):
+        basis_of(Layer("llama"), recipe)
+
+
+@pytest.mark.parametrize("layout", ["shared", "per-group"])
+def test_scores_that_are_no_numbers_choose_nothing(layout):
+    """A sort takes NaN for the largest; the plainest rules convert the layer, as where other statistics fail."""
+    recipe = Recipe(layout=layout, rope=Spoilt("NaN"), qk_rope_head_dim=4, kv_lora_rank=32, fit_queries=False)
+    with pytest.raises(torch.linalg.LinAlgError, match="Spoilt.scores gave NaN"):
+        basis_of(Layer("llama"), recipe)
