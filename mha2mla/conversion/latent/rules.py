@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from mha2mla.conversion.extension import RecipeObject, register
+from mha2mla.conversion.extension import RecipeObject, described, register
 
 SHRINKAGE = 0.003  # share of the mean variance, in every direction of the inputs' covariances
 _ROUNDING = 1e-12  # share of the inputs' mean energy: variance below it is rounding, and may be negative
@@ -205,7 +205,7 @@ def factorise(rule: LowRankRule, problem: LatentProblem, rank: int, *, centered:
         centered: whether the values' mean, as far as the latent loses it, is handed over to ``o_proj``.
 
     Raises:
-        ValueError: the rule's factors have other shapes.
+        ValueError: the rule's factors are no two floating-point tensors of these shapes on the problem's device.
     """
     key, value = problem.keys.flatten(0, 1), problem.value.flatten(0, 1)
     rows = key.shape[0] + value.shape[0]
@@ -216,12 +216,16 @@ def factorise(rule: LowRankRule, problem: LatentProblem, rank: int, *, centered:
         encoder = torch.eye(rank, key.shape[1], dtype=key.dtype, device=key.device)
         decoder = torch.cat([key, value]) @ encoder.T
     else:
-        decoder, encoder = rule.factors(problem, rank, centered=centered)
-        if decoder.shape != (rows, rank) or encoder.shape != (rank, key.shape[1]):
-            raise ValueError(
-                f"{type(rule).__name__}.factors gave a decoder {tuple(decoder.shape)} and an encoder"
-                f" {tuple(encoder.shape)}; expected {rows, rank} and {rank, key.shape[1]}"
-            )
+        found, shapes = rule.factors(problem, rank, centered=centered), ((rows, rank), (rank, key.shape[1]))
+        parts = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+        for part, name, shape in zip(parts, ("a decoder", "an encoder"), shapes, strict=True):
+            is_right = isinstance(part, torch.Tensor) and part.shape == shape and part.device == key.device
+            if not (is_right and part.is_floating_point()):
+                raise ValueError(
+                    f"{type(rule).__name__}.factors gave {name} {described(part)}; expected torch.float64 {shape} on"
+                    f" {key.device}, of a decoder and an encoder"
+                )
+        decoder, encoder = parts
     un_rotated = problem.key.shape[0] * problem.key.shape[1]
     key_decoder = decoder[:un_rotated].view(*problem.key.shape[:2], rank)
     value_decoder = decoder[key.shape[0] :].view(*problem.value.shape[:2], rank)

@@ -1,4 +1,7 @@
 import itertools
+import re
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -143,6 +146,32 @@ def test_a_latent_as_wide_as_the_input_holds_it():
         factors = factorise(rule, given, 21, centered=True)
         assert torch.allclose(factors.value_decoder @ factors.encoder, given.value)
         assert factors.value_offset is None
+
+
+@dataclass(frozen=True)
+class Spoilt(LowRankRule):
+    """A rule that breaks its contract."""
+
+    found: Any
+
+    def factors(self, problem, rank, *, centered):
+        return self.found
+
+
+DECODER, ENCODER = torch.zeros(28, 8).double(), torch.zeros(8, 24).double()
+SPOILT = {
+    "a decoder None; expected torch.float64 (28, 8) on cpu": None,
+    "a decoder torch.float64 (8, 24) on cpu": (ENCODER, DECODER),
+    "a decoder torch.int64 (28, 8) on cpu": (DECODER.long(), ENCODER),
+    "an encoder torch.float64 (8, 24) on meta": (DECODER, ENCODER.to("meta")),
+    "an encoder torch.complex128 (8, 24) on cpu": (DECODER, ENCODER + 0j),
+}
+
+
+@pytest.mark.parametrize("named", SPOILT)
+def test_what_a_rule_gives_is_checked(named):
+    with pytest.raises(ValueError, match=f"Spoilt.factors gave {re.escape(named)}"):
+        factorise(Spoilt(SPOILT[named]), problem(), 8, centered=True)
 
 
 def test_a_split_rank_goes_to_keys_and_values_by_width():
