@@ -22,11 +22,12 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
-from mha2mla.conversion.extension import RecipeObject, register
+from mha2mla.conversion.extension import RecipeObject, described, register
 from mha2mla.terminal import Span, progress_bar
 
 RIDGE = 1e-3  # relative to the mean eigenvalue
 MAX_CONDITION = 64.0  # condition of M, by which a basis amplifies 16-bit rounding
+SINGULAR = 1e12  # condition, by Frobenius norms, from which on a basis is no basis
 OUTLYING_ENERGY = 10.0  # times the median: rows beyond do not count in statistics
 FIRST_TOKENS = 256  # sampled to find the center of sinks
 # Largest element of c' on the calibration text: a model in float16 ends at 65,504.
@@ -105,8 +106,25 @@ class BasisRule(RecipeObject, ABC):
         condition is best bounded by :data:`MAX_CONDITION`. A row has one scale, so that M is best rotated."""
 
     def basis(self, statistics: LatentStatistics) -> LatentBasis:
-        """M times a power of two that gives c' elements of about 1, and the centers."""
-        encoder = self.encoder(statistics)
+        """M times a power of two that gives c' elements of about 1, and the centers.
+
+        Raises:
+            ValueError: M is no invertible float64 matrix of the latent's width.
+        """
+        encoder, width, device = self.encoder(statistics), len(statistics.mean), statistics.mean.device
+        is_right = isinstance(encoder, Tensor) and encoder.dtype == torch.float64 and encoder.device == device
+        if not is_right or encoder.shape != (width, width):
+            raise ValueError(
+                f"{type(self).__name__}.encoder gave {described(encoder)}; expected torch.float64 {width, width} on"
+                f" {device}"
+            )
+        decoder = torch.linalg.inv_ex(encoder).inverse
+        condition = (encoder.norm() * decoder.norm()).item()
+        if not condition <= SINGULAR:  # so written that NaN fails, too
+            raise ValueError(
+                f"{type(self).__name__}.encoder gave a matrix of condition {condition:.3g}; expected an invertible one,"
+                f" with a condition of {MAX_CONDITION:g} at best"
+            )
         found = (statistics.rows, statistics.first, statistics.outlying)
         rows, first, outlying = (each.double() @ encoder.mT for each in found)
         center = statistics.mean @ encoder.mT
@@ -116,7 +134,6 @@ class BasisRule(RecipeObject, ABC):
         if largest > 0:
             exponent = min(exponent, math.floor(math.log2(LARGEST / largest)))
         centers = torch.stack((center, first.mean(0) if len(first) else center))
-        decoder = torch.linalg.inv(encoder)
         return LatentBasis(encoder * 2.0**exponent, decoder * 2.0**-exponent, centers * 2.0**exponent)
 
 

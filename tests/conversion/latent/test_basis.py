@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import math
-from dataclasses import replace
+import re
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +37,34 @@ def test_a_basis_is_undone_and_bounded(name):
     assert torch.linalg.cond(basis.encoder) <= 64 * 1.001
     means = torch.stack([basis.encode(each.double()).mean(0) for each in (found.rows, found.first)])
     assert models.relative_error(basis.centers, means) < 1e-5
+
+
+@dataclass(frozen=True)
+class Spoilt(BasisRule):
+    """A rule that breaks its contract."""
+
+    found: Any
+
+    def encoder(self, statistics):
+        return self.found
+
+
+EYE = torch.eye(32, dtype=torch.float64)
+SPOILT = {
+    "torch.float64 (31, 32) on cpu; expected torch.float64 (32, 32) on cpu": EYE[1:],
+    "torch.float32 (32, 32) on cpu": EYE.float(),
+    "torch.float64 (32, 32) on meta": EYE.to("meta"),
+    "None": None,
+    "a matrix of condition nan; expected an invertible one": EYE * torch.nan,
+    "a matrix of condition": EYE * 0,
+    "a matrix of condition 5.57e+100": torch.diag(1 - EYE[0] + 1e-100 * EYE[0]),
+}
+
+
+@pytest.mark.parametrize("named", SPOILT)
+def test_what_a_rule_gives_is_checked(named):
+    with pytest.raises(ValueError, match=f"Spoilt.encoder gave {re.escape(named)}"):
+        Spoilt(SPOILT[named]).basis(statistics())
 
 
 def test_layers_of_one_width_share_a_rotation():
