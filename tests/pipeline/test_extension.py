@@ -52,6 +52,17 @@ class Counting(mha2mla.CalibrationSource):
         return self.first + torch.arange(count * length).view(count, length) % 250
 
 
+@dataclass(frozen=True)
+class Other(mha2mla.CalibrationSource):
+    """Windows of another length, or more of them than asked for."""
+
+    longer: int
+    more: int
+
+    def windows(self, tokenizer, length, count, *, seed):
+        return torch.zeros(count * self.more, length + self.longer, dtype=torch.int64)
+
+
 PATH = {"class": f"{__name__}:Middle", "centre": 5}
 
 
@@ -112,6 +123,12 @@ def test_a_rule_that_breaks_its_contract_is_named(source, tmp_path):
     with pytest.raises(ValueError, match=r"Narrow.factors gave a decoder torch.float64 \(64, 24\) on cpu; expected"):
         convert(source, tmp_path / "out", {**SHORT, "low_rank": Narrow()})
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("text", "found"), [(Other(-32, 1), "8 of length 32"), (Other(0, 7), "56 of length 64")])
+def test_windows_that_were_not_asked_for_are_refused(text, found, source, tmp_path):
+    with pytest.raises(ValueError, match=rf"calibration Other\(.*windows gave {found}; expected at most 8 of 64"):
+        convert(source, tmp_path / "out", {**SHORT, "calibration.text": text})
 
 
 def test_a_checkpoint_loads_without_the_class_that_made_it(source, tmp_path):

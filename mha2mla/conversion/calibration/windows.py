@@ -57,7 +57,12 @@ def calibration_windows(
         for length in lengths:
             count = blocks * (longest // length)
             if isinstance(text, CalibrationSource):
-                shares.append([checked_windows(text.windows(tokenizer, length, count, seed=seed), "windows", source)])
+                given = checked_windows(text.windows(tokenizer, length, count, seed=seed), "windows", source)
+                if given.shape[1] != length or len(given) > count:
+                    raise ValueError(
+                        f"windows gave {len(given)} of length {given.shape[1]}; expected at most {count} of {length}"
+                    )
+                shares.append([given])
             else:
                 shares.append(text_shares(tokenizer, text, length, count, seed=seed))
         wanted = [each for share in shares for each in share if isinstance(each, OwnText)]
