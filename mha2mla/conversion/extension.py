@@ -7,6 +7,7 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
@@ -49,11 +50,13 @@ class RecipeObject:
         return {"class": f"{type(self).__module__}:{type(self).__qualname__}", **asdict(self)}
 
     def code_hash(self) -> str:
-        """sha256 of the source of the class; of nothing where Python has none (an interactive session)."""
-        try:
-            code = inspect.getsource(type(self))
-        except (OSError, TypeError):
-            code = ""
+        """sha256 of the source of the class and of those that it derives from, but for this package's; of nothing
+        where Python has none (an interactive session)."""
+        code = ""
+        for each in type(self).__mro__:
+            if not each.__module__.startswith("mha2mla."):
+                with suppress(OSError, TypeError):
+                    code += inspect.getsource(each)
         return hashlib.sha256(code.encode()).hexdigest()
 
 

@@ -162,11 +162,16 @@ def test_an_interrupted_run_compares_the_fields_of_its_rule(source, tmp_path, mo
     assert report.resumed_layers == report.num_layers and report.recipe["rope"]["selection"] == PATH
 
 
-def test_an_interrupted_run_compares_the_code_of_its_rule(source, tmp_path, monkeypatch):
+MINE = "@dataclass(frozen=True)\nclass Mine(Middle):\n    '{}'\n"
+BASE = MINE.replace("Mine", "Base") + MINE.replace("Middle", "Base").format("")
+
+
+@pytest.mark.parametrize("classes", [MINE, BASE], ids=["its class", "its base"])
+def test_an_interrupted_run_compares_the_code_of_its_rule(classes, source, tmp_path, monkeypatch):
     head = "from dataclasses import dataclass\nfrom tests.pipeline.test_extension import Middle\n"
 
     def rule(comment):
-        (tmp_path / "edited.py").write_text(f"{head}@dataclass(frozen=True)\nclass Mine(Middle):\n    '{comment}'\n")
+        (tmp_path / "edited.py").write_text(head + classes.format(comment))
         spec = importlib.util.spec_from_file_location("edited", tmp_path / "edited.py")
         sys.modules["edited"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules["edited"])
