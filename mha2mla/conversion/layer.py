@@ -94,7 +94,11 @@ def prepare_layer(
         windows = score_windows(spec, weights, sample, basis if has_rope_cache else None)
         if has_rope_cache:  # without one this changed nothing: what the latent loses is more
             basis = _refitted(spec, windows, basis, KeyMaps(un_rotated_keys(spec, weights, basis)))
-    problem = latent_problem(spec, weights, basis, statistics, has_rope_cache=has_rope_cache)
+    problem = latent_problem(
+        *(spec, weights, basis, statistics),
+        has_rope_cache=has_rope_cache,
+        reads_attended=rules.low_rank.reads_attended,
+    )
     return PreparedLayer(weights, basis, problem, sample, windows)
 
 
@@ -161,8 +165,13 @@ def latent_problem(
     statistics: LayerStatistics | None,
     *,
     has_rope_cache: bool = True,
+    reads_attended: bool = True,
 ) -> LatentProblem:
-    """Content of this layer's latent, once the rotary part is chosen: that too without ``has_rope_cache``."""
+    """Content of this layer's latent, once the rotary part is chosen: that too without ``has_rope_cache``.
+
+    Args:
+        reads_attended: whether covariances are of what attention makes of the inputs, too, where that was measured.
+    """
     heads, kv_heads, d = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
     key = un_rotated_keys(spec, weights, basis)
     value = weights.v_weight.view(kv_heads, d, -1)
@@ -185,7 +194,7 @@ def latent_problem(
         seen = gain[:, None] * seen
     out = seen.view(-1, heads, d).transpose(0, 1)  # [H, hidden, d]
     value_metric = (out.mT @ out).view(kv_heads, spec.group_size, d, d).sum(1)
-    moments = _input_moments(spec, statistics, key.device)
+    moments = _input_moments(spec, statistics, key.device, reads_attended)
     return LatentProblem(key, value, metric, value_metric, **moments, rotary=rotary, rotary_bias=rotary_bias)
 
 
@@ -250,15 +259,16 @@ def _turned(
 
 
 def _input_moments(
-    spec: SourceSpec, statistics: LayerStatistics | None, device: torch.device
+    spec: SourceSpec, statistics: LayerStatistics | None, device: torch.device, reads_attended: bool
 ) -> dict[str, torch.Tensor | None]:
-    """Means and covariances of a ``LatentProblem``: of the inputs, or under attention where that was measured."""
+    """Means and covariances of a ``LatentProblem``: of the inputs, or under attention where that was measured; values'
+    means are then, whatever the rule reads: what a latent loses of them goes into ``o_proj.bias``."""
     if statistics is None:
         return dict.fromkeys(("covariance", "mean", "value_covariance", "value_mean"))
     attended = statistics.attended_mean is not None
     value_mean = statistics.attended_mean if attended else statistics.mean.expand(spec.num_attention_heads, -1)
     covariance = value_covariance = statistics.covariance
-    if attended:
+    if attended and reads_attended:
         # A key error matters among the tokens that a query attends to; alone, that leaves the others free to intrude.
         covariance = (statistics.covariance + statistics.attention_covariance) / 2
         value_covariance = statistics.attended_covariance

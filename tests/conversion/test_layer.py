@@ -10,7 +10,7 @@ from mha2mla.conversion.calibration.statistics import StatisticsCollector
 from mha2mla.conversion.families import SourceSpec
 from mha2mla.conversion.latent import rules as latent_rules
 from mha2mla.conversion.latent.rules import LowRankRule
-from mha2mla.conversion.layer import latent_problem
+from mha2mla.conversion.layer import latent_problem, prepare_layer
 from mha2mla.conversion.recipe import selections
 from mha2mla.conversion.target import LAYOUTS
 from tests.conversion import tiny
@@ -116,6 +116,20 @@ def test_value_errors_count_as_the_mlp_is_given_them():
         each[range(layer.spec.group_size), range(group.start, group.stop)] = one
         cost = (layer.weights.output_gain * (each.flatten(1) @ layer.weights.o_weight.T)).square().sum()
         torch.testing.assert_close(one @ metric @ one, cost)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_centred_covariance_joint_is_best_on_the_inputs(layout):
+    """What attention makes of them belongs to rules that say that they read it."""
+    layer = Layer("llama")
+    recipe = Recipe(layout=layout, latent_rule="covariance-joint", qk_rope_head_dim=8, kv_lora_rank=12)
+    geometry = recipe.geometry(layer.spec)
+    given = prepare_layer(layer.spec, geometry, recipe.layer_rules(geometry), layer.weights, layer.statistics).problem
+    decoder, encoder = recipe.low_rank_rule.factors(given, 12, centered=True)
+    target = torch.cat([given.keys.flatten(0, 1), given.value.flatten(0, 1)])
+    root = torch.linalg.cholesky(layer.statistics.covariance)
+    lost, best = (target - decoder @ encoder) @ root, torch.linalg.svdvals(target @ root)[12:]
+    assert float(lost.square().sum()) == pytest.approx(float(best.square().sum()), rel=1e-6)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
