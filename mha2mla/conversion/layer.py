@@ -195,7 +195,20 @@ def latent_problem(
     out = seen.view(-1, heads, d).transpose(0, 1)  # [H, hidden, d]
     value_metric = (out.mT @ out).view(kv_heads, spec.group_size, d, d).sum(1)
     moments = _input_moments(spec, statistics, key.device, reads_attended)
-    return LatentProblem(key, value, metric, value_metric, **moments, rotary=rotary, rotary_bias=rotary_bias)
+    share = _share_of_keys(spec, weights, key, moments["covariance"]) if has_rope_cache else 1.0
+    keys = {"rotary": rotary, "rotary_bias": rotary_bias, "key_share": share}
+    return LatentProblem(key, value, metric, value_metric, **moments, **keys)
+
+
+def _share_of_keys(
+    spec: SourceSpec, weights: AttentionWeights, key: torch.Tensor, covariance: torch.Tensor | None
+) -> float:
+    """Share of the variance of all keys that un-rotated ones [h_kv, d_n, E] have; 1 where either is unknown or zero."""
+    if covariance is None:
+        return 1.0
+    whole = _of_inputs(spec, weights, torch.eye(spec.num_key_value_heads * spec.head_dim).to(key))
+    found, most = (float(((part @ covariance) * part).sum()) for part in (key, whole))
+    return found / most if found > 0 and most > 0 else 1.0
 
 
 def joint_key_metric(

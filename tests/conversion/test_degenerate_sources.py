@@ -316,3 +316,17 @@ def test_equal_heads_that_fit_are_kept_whole(queries, tmp_path):
     widths = {"layout": "shared", "cache_ratio": None, "kv_lora_rank": 16, "qk_rope_head_dim": 16}
     report = tiny.convert(source, tmp_path / "out", {**tiny.SHORT, **widths, "fit.queries": queries})
     assert report.parity.kl < 1e-6
+
+
+def test_heads_that_hardly_differ_leave_the_latent_to_values(tmp_path):
+    """Un-rotated keys are a millionth of all keys' variance, and would get as much of the latent as the values."""
+    source = tiny.checkpoint(tmp_path / "source", num_key_value_heads=4, num_attention_heads=8)
+
+    def nearly_equal(weight):
+        noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+        return weight[: len(weight) // 4].repeat(4, 1) + 1e-3 * weight.std() * noise
+
+    names = (f"model.layers.{layer}.self_attn.{part}_proj.weight" for layer in (0, 1) for part in "kv")
+    edit_weights(source, dict.fromkeys(names, nearly_equal))
+    widths = {"layout": "shared", "cache_ratio": None, "kv_lora_rank": 16, "qk_rope_head_dim": 16}
+    assert tiny.convert(source, tmp_path / "out", {**tiny.SHORT, **widths}).parity.kl < 1e-4

@@ -13,6 +13,8 @@ import torch
 from mha2mla.conversion.extension import RecipeObject, described, register
 
 SHRINKAGE = 0.003  # share of the mean variance, in every direction of the inputs' covariances
+# Of the source's keys: un-rotated keys with less of their variance count for less than the values, as scores see them.
+LEAST_SHARE = 0.01
 _ROUNDING = 1e-12  # share of the inputs' mean energy: variance below it is rounding, and may be negative
 _SWEEPS = 6  # alternating solves; 20 were no better than 8 on held-out text
 
@@ -61,6 +63,8 @@ class LatentProblem:
         rotary: [d_r, E], the one rotary key before RoPE, likewise linear in u, where the latent must hold it too; else
             None.
         rotary_bias: [d_r], what it adds to that; None likewise.
+        key_share: share of the variance of the source's keys that ``key`` has; 1 without statistics, and where the
+            latent holds all keys.
         known: for rules, what they computed of this problem that holds at every rank.
     """
 
@@ -74,6 +78,7 @@ class LatentProblem:
     value_mean: torch.Tensor | None
     rotary: torch.Tensor | None = None
     rotary_bias: torch.Tensor | None = None
+    key_share: float = 1.0
     known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -182,7 +187,7 @@ class WhitenedJoint(LowRankRule):
         key_root, key_inverse = _roots(problem.key_metric.reshape(math.prod(heads), width, width))  # width may be 0
         value_root, value_inverse = _roots(problem.value_metric)
         key, value = (key_root @ problem.keys).flatten(0, 1), (value_root @ problem.value).flatten(0, 1)
-        gain = _balance(key, covariance, value, value_covariance)
+        gain = _balance(key, covariance, value, value_covariance) * min(1.0, problem.key_share / LEAST_SHARE) ** 0.5
         if key.any():  # un-rotated keys may all be those of a head that is zero
             solve = _alternate(gain * key, covariance, value, value_covariance)
         else:
