@@ -303,7 +303,7 @@ class RoRoPE(RopeRule):
     fold: int = 1
 
     def check(self, spec: SourceSpec) -> None:
-        if spec.head_dim // 2 % self.fold:
+        if self.fold < 1 or spec.head_dim // 2 % self.fold:
             raise ValueError(
                 f"rope.selection folds {self.fold} frequencies; expected a divisor of a head's {spec.head_dim // 2}"
             )

@@ -87,8 +87,9 @@ def test_folded_frequencies_are_taken_at_even_steps(fold, pairs):
 def test_rules_of_the_shared_layout_are_refused_in_the_other():
     with pytest.raises(ValueError, match="rope.selection is 'rorope' in the per-group layout"):
         Recipe(rope_selection="rorope")
-    with pytest.raises(ValueError, match="rope.selection folds 3 frequencies; expected a divisor of a head's 8"):
-        RoRoPE(3).check(Layer("llama").spec)
+    for fold in (3, 0, -1):
+        with pytest.raises(ValueError, match=f"rope.selection folds {fold} frequencies; expected a divisor of .* 8"):
+            RoRoPE(fold).check(Layer("llama").spec)
 
 
 def test_the_mean_phase_is_the_best_constant_and_its_loss_is_the_cost():
