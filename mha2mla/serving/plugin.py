@@ -73,3 +73,11 @@ def placement(name: str) -> tuple[str, int | None]:
             if f"{part}." in name:
                 return name.replace(part, stacked), place
     return name, None
+
+
+def checkpoint_names(name: str) -> list[str]:
+    """Names of the tensors that a checkpoint has for vLLM's tensor ``name``: several where it is a stack of linears."""
+    for stacked, parts in STACKED.items():
+        if f"{stacked}." in name:
+            return [name.replace(stacked, part) for part in parts]
+    return [name]

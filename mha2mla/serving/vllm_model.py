@@ -22,7 +22,7 @@ from vllm.sequence import IntermediateTensors
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.families import FAMILIES, Family
 from mha2mla.serving.paged_step import codes_without_kernel
-from mha2mla.serving.plugin import attention_name, expert_parts, placement
+from mha2mla.serving.plugin import attention_name, checkpoint_names, expert_parts, placement, source_free
 from mha2mla.serving.vllm_attention import MLAParallelAttention
 
 
@@ -199,6 +199,8 @@ class VLLMForCausalLM(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
         self.logits_processor = LogitsProcessor(config.vocab_size)
+        # The first call of load_weights brings all tensors; those that update a model, a part.
+        self._expects_all = vllm_config.load_config.load_format != "dummy"
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return self.model.embed_input_ids(input_ids)
@@ -222,11 +224,11 @@ class VLLMForCausalLM(nn.Module):
             Names of the tensors here that were loaded.
 
         Raises:
-            ValueError: the checkpoint has a tensor that there is no place for.
+            ValueError: the checkpoint has a tensor that there is no place for, or lacks one.
         """
         targets = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         modules = dict(self.named_modules())
-        loaded = set()
+        loaded, found = set(), set()
         for name, tensor in weights:
             if self.config.tie_word_embeddings and name.startswith("lm_head."):
                 continue
@@ -239,6 +241,7 @@ class VLLMForCausalLM(nn.Module):
             if target not in targets:
                 raise ValueError(f"the checkpoint has a tensor {name}; expected one of this model's")
             loaded.add(target)
+            found.add(target if experts else source_free(name))
             load = getattr(targets[target], "weight_loader", default_weight_loader)
             if experts:
                 for _, matrix, expert, part in experts:
@@ -248,4 +251,12 @@ class VLLMForCausalLM(nn.Module):
                 load(targets[target], tensor)
             else:
                 load(targets[target], tensor, place)
+        if self._expects_all:
+            # vLLM looks at parameters alone, and not at those of linears.
+            wanted = [*dict(self.named_parameters()), *(n for n, _ in self.named_buffers() if ".self_attn." in n)]
+            absent = sorted({part for target in wanted for part in checkpoint_names(target)} - found)
+            if absent:
+                count = f"({len(absent)} absent in all)"
+                raise ValueError(f"the checkpoint lacks {absent[0]} {count}; expected a tensor for each of vLLM's")
+            self._expects_all = False
         return loaded

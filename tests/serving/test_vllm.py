@@ -103,8 +103,11 @@ class Engine:
             )
             initialize_model_parallel(size)
             self.model = VLLMForCausalLM(vllm_config=config)
+            if size == 1:
+                self.check_absent(model)
             loaded = self.model.load_weights(iter(model.state_dict().items()))
             assert {name for name, _ in self.model.named_parameters()} <= loaded
+            self.model.load_weights([("model.norm.weight", model.state_dict()["model.norm.weight"])])  # an update
             process_weights_after_loading(self.model, config.model_config, torch.device("cpu"))
             self.specs = attn_utils.get_kv_cache_spec(config)
             groups = get_kv_cache_groups(config, self.specs)
@@ -124,6 +127,16 @@ class Engine:
                 assert cache.dtype == (torch.uint8 if coded else torch.float32)
                 width = geometry.cache_bytes_per_token(4) // cache.itemsize
                 assert tuple(cache.shape[1:]) == (PAGE, width) and cache.is_contiguous()
+
+    def check_absent(self, model: torch.nn.Module) -> None:
+        """vLLM itself takes a model whose linears and buffers were not loaded."""
+        names = ("self_attn.inv_freq", "self_attn.o_proj.weight", "mlp.up_proj.weight")
+        absent = {f"model.layers.1.{name}" for name in names} & model.state_dict().keys()
+        assert absent
+        for name in sorted(absent):
+            others = {other: tensor for other, tensor in model.state_dict().items() if other != name}
+            with pytest.raises(ValueError, match=rf"the checkpoint lacks {name} \(1 absent in all\)"):
+                self.model.load_weights(iter(others.items()))
 
     @torch.no_grad()
     def step(self, ids: list[torch.Tensor], begins: list[int], tables: list[list[int]], pad: int) -> list[torch.Tensor]:
