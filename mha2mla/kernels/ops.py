@@ -93,9 +93,9 @@ class Argument:
     Attributes:
         name: of the argument.
         dims: names of its dimensions, such as "P page (G d_r)". A name stands for one size in all arguments of an op;
-            "G|H" is G, which has to divide H. What is in parentheses lies side by side in memory and is one dimension
-            to the kernels of a paged op; without any, the last. There the dimensions before may be strided, by
-            multiples of 16 bytes where the query is of 16 bits (TMA).
+            "G|H" is G, which has to divide H; a number is itself. What is in parentheses lies side by side in memory
+            and is one dimension to the kernels of a paged op; without any, the last. There the dimensions before may be
+            strided, by multiples of 16 bytes where the query is of 16 bits (TMA).
         dtype: None: the query's; a function: what it makes of the query's.
         optional: a call may have None there; kernels of a paged op then get the block table in its place, and are told.
         names, divided, strided: of ``dims``: without parentheses, what each has to divide or "", and how many come
@@ -133,7 +133,7 @@ class Argument:
         for dim, whole, size in zip(self.names, self.divided, shape, strict=True):
             if whole and dim not in sizes and (size < 1 or sizes[whole] % size):
                 raise argument_error(f"{name}.shape", tuple(shape), self._expected(sizes))
-            if sizes.setdefault(dim, size) != size:
+            if sizes.setdefault(dim, int(dim) if dim.isdigit() else size) != size:
                 raise argument_error(f"{name}.shape", tuple(shape), self._expected(sizes))
         if is_paged or "(" in self.dims:
             self._check_dense(tensor)

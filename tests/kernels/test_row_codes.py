@@ -214,6 +214,8 @@ def test_torch_compile_makes_no_kernel_of_the_search():
         (torch.zeros(2, 96), torch.zeros(2).int(), r"torch.uint8 \[P, page, 40\], of 96 codes of 3 bits"),
         (torch.zeros(2, 64), torch.zeros(1).int(), r"slots is torch.int32 \(1,\); expected torch.int32 \(2,\)"),
         (torch.zeros(2, 64), torch.zeros(2), r"slots is torch.float32 \(2,\)"),
+        (torch.zeros(2, 1, 64), torch.zeros(2).int(), r"latent is torch.float32 \(2, 1, 64\); expected .* \[N, d_c\]"),
+        (torch.zeros(2, 64).int(), torch.zeros(2).int(), r"latent is torch.int32 \(2, 64\)"),
     ],
 )
 def test_a_cache_of_other_rows_is_refused(latent, slots, named):
@@ -222,3 +224,15 @@ def test_a_cache_of_other_rows_is_refused(latent, slots, named):
         append_codes(latent, cache, slots, quantizer, None)
     with pytest.raises(ValueError, match=r"latent_cache is torch.uint8 \(2, 16, 28\)"):
         read_codes(cache, torch.zeros(1, 1).int(), 32, quantizer, None, torch.float32)
+
+
+@pytest.mark.parametrize("centers", [torch.zeros(1, 64), torch.zeros(2, 32), torch.zeros(2, 64).int()])
+def test_other_centers_and_tables_are_refused_by_name(centers):
+    quantizer, cache = RowQuantizer(3), torch.zeros(2, 16, 28, dtype=torch.uint8)
+    refused = pytest.raises(ValueError, match=rf"centers is {centers.dtype} .*; expected None, or .* \(2, 64\)")
+    with refused:
+        append_codes(torch.zeros(2, 64), cache, torch.zeros(2).int(), quantizer, centers)
+    with refused:
+        read_codes(cache, torch.zeros(1, 1).int(), 64, quantizer, centers, torch.float32)
+    with pytest.raises(ValueError, match=r"block_table is torch.int64 \(1, 1\); expected torch.int32 \[B, max_pages\]"):
+        read_codes(cache, torch.zeros(1, 1).long(), 64, quantizer, None, torch.float32)

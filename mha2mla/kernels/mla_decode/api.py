@@ -37,7 +37,7 @@ _KEYS = {  # by whether they are cached, KEY_CODES: as integers
 _LATENTS = {  # by the cache's dtype, None where it is the queries': the cache, and what dequantises its codes
     None: (Argument("latent_cache", "P page d_c"),),
     CODES: (Argument("latent_cache", "P page d_c", CODES), Argument("latent_scale", "P page", torch.float32)),
-    torch.uint8: (Argument("latent_cache", "P (page row)", torch.uint8), Argument("centers", "two d_c")),
+    torch.uint8: (Argument("latent_cache", "P (page row)", torch.uint8), Argument("centers", "2 d_c")),
 }
 
 

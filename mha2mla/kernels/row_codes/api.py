@@ -256,7 +256,9 @@ def append_codes(
     Raises:
         ValueError: naming the argument, what it was and what it must be.
     """
-    _check_cache(latent_cache, latent.shape[1], quantizer)
+    if latent.dim() != 2 or not latent.is_floating_point():
+        raise argument_error("latent", f"{latent.dtype} {tuple(latent.shape)}", "floating-point numbers [N, d_c]")
+    _check_cache(latent_cache, latent.shape[1], quantizer, centers)
     if slots.dtype != torch.int32 or slots.shape != latent.shape[:1]:
         raise argument_error("slots", f"{slots.dtype} {tuple(slots.shape)}", f"torch.int32 {tuple(latent.shape[:1])}")
     compiled = _runs_compiled(backend, latent.shape[1], latent_cache, latent.dtype)
@@ -277,17 +279,23 @@ def read_codes(
 
     A page that the table lacks (-1) holds anything. ``backend`` and errors: as of :func:`append_codes`.
     """
-    _check_cache(latent_cache, width, quantizer)
+    _check_cache(latent_cache, width, quantizer, centers)
+    if block_table.dtype != torch.int32 or block_table.dim() != 2:
+        was = f"{block_table.dtype} {tuple(block_table.shape)}"
+        raise argument_error("block_table", was, "torch.int32 [B, max_pages]")
     compiled = _runs_compiled(backend, width, latent_cache, dtype)
     return _read_codes(latent_cache, block_table, centers, width, quantizer.bits, dtype, compiled)
 
 
-def _check_cache(latent_cache: Tensor, width: int, quantizer: RowQuantizer) -> None:
+def _check_cache(latent_cache: Tensor, width: int, quantizer: RowQuantizer, centers: Tensor | None) -> None:
     row = quantizer.bytes_per_row(width)
     if latent_cache.dtype != torch.uint8 or latent_cache.dim() != 3 or latent_cache.shape[2] != row:
         was = f"{latent_cache.dtype} {tuple(latent_cache.shape)}"
         expected = f"torch.uint8 [P, page, {row}], of {width} codes of {quantizer.bits} bits"
         raise argument_error("latent_cache", was, expected)
+    if centers is not None and (centers.shape != (2, width) or not centers.is_floating_point()):
+        was = f"{centers.dtype} {tuple(centers.shape)}"
+        raise argument_error("centers", was, f"None, or floating-point numbers {(2, width)}")
 
 
 def _runs_compiled(backend: str | None, width: int, latent_cache: Tensor, dtype: torch.dtype) -> bool:

@@ -113,6 +113,7 @@ def test_no_page_inside_a_length_is_zeros():
         ({"backend": "tilelang"}, "backend is 'tilelang', which refuses this call"),
         ({"latent_cache": torch.zeros(5, 64, 20)}, "latent_cache.dtype is torch.float32"),
         ({"centers": torch.zeros(2, 16)}, r"centers.shape is \(2, 16\)"),
+        ({"centers": torch.zeros(1, 32)}, r"centers.shape is \(1, 32\); expected \[2, 32\]"),
     ],
 )
 def test_refusals_name_the_argument(change, message):
