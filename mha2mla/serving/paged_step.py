@@ -318,11 +318,16 @@ def _run_batches(
     expanded = expanded_tokens(layer.geometry, query.dtype.itemsize)
     rows = query.new_zeros(1, PAGE_SIZE, row.width, dtype=row.dtype)
     cache = cache_views(rows, layer.geometry, query.dtype)
-    for query_lengths, total_lengths in warm_up_batches(most, max_length, has_codes=has_codes, expanded=expanded):
+    batches = warm_up_batches(most, max_length, has_codes=has_codes, expanded=expanded)
+    for query_lengths, total_lengths in batches:
         tokens, columns = sum(query_lengths), -(-max(total_lengths) // PAGE_SIZE)
         positions = torch.zeros(tokens, dtype=torch.int32, device=device)
         table = positions.new_zeros(len(query_lengths), columns)
         seqlens = torch.tensor(total_lengths, dtype=torch.int32, device=device)
         step = steps.step(rows, query_lengths, total_lengths, positions, positions - 1, table, seqlens)
+        if len(query_lengths) == 1 and (decode := step.calls[0][1].decode) is not None:
+            # Kernels that merge partials follow from the number of sequences.
+            more = [query_lengths * batch for batch in decode.of_layer[0].combine_batches()]
+            batches += [(each, each) for each in more if sum(each) <= most and (each, each) not in batches]
         mine = {n: t[:tokens] if n in backend.per_token and t is not None else t for n, t in tensors.items()}
         steps.run(step, layer, mine, cache, query.new_empty(tokens, query.shape[1], layer.geometry.v_head_dim))

@@ -9,6 +9,7 @@ import torch
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import FEWEST_EXPANDED, DecodePlan
 from mha2mla.kernels.split_kv.choice import SEQLENS_Q
+from mha2mla.kernels.split_kv.plan import allocate_plan
 from mha2mla.modeling import ATTENTION_BACKENDS
 from mha2mla.modeling.batch import uniform_length
 from mha2mla.modeling.cache_layout import latent_layout
@@ -183,6 +184,23 @@ def test_warm_up_runs_both_forms(case):
     assert {(batch, count) for kind, batch, count, _ in ran if kind is DecodePlan} >= {(1, 8), (4, 32), (32, 32)}
     mixed = [(batch, count) for kind, batch, count, _ in ran if kind is not DecodePlan]
     assert mixed == ([(38, 38), (19, 38), (9, 36), (4, 32), (1, 39)] if "codes" in case else [(2, tokens)])
+
+
+def test_warm_up_launches_every_combine_kernel(monkeypatch):
+    """Of 24 heads and 8 new tokens an H200 merges 5 sequences by a kernel of their own, which 4 and 8 do not take."""
+    pytest.importorskip("tilelang", reason="TileLang is not installed")
+    plan = allocate_plan((1, 7, 24, 64), 22, 64, True, None, 0, torch.device("cpu"))
+    assert plan.combine_batches() == [1, 2, 5, 6] and replace(plan, partial_lse=torch.empty(0)).combine_batches() == []
+    (layer, *_), sizes = mla_model("latent").config.attention_constants(), set()
+
+    def attend(tensors, cache, batch, plan, constants):
+        sizes.add(tuple(plan.shape[:2]) if isinstance(plan, DecodePlan) else None)
+        return BACKEND.attend(tensors, cache, batch, plan, constants)
+
+    monkeypatch.setattr(DecodePlan, "combine_batches", lambda plan: [1, 5, 33])
+    tensors = layer_tensors(layer, 40, torch.float32, torch.device("cpu"))
+    warm_up(tensors, replace(BACKEND, attend=attend), layer, 100)
+    assert sizes >= {(5, 1), (33, 1), (5, 8)} and (33, 2) not in sizes
 
 
 def test_codes_without_a_kernel_are_named():

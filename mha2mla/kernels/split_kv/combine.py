@@ -27,6 +27,15 @@ def combine_rows(heads: int, seqlen_q: int, splits: int, partials: int = 0) -> i
     return next((rows for rows in each if splits * rows <= 2 * FEW and partials < splits), 1)
 
 
+def combine_batches(heads: int, seqlen_q: int, num_ctas: int) -> list[int]:
+    """Batch sizes, one for each combine kernel that plans for ``num_ctas`` blocks take."""
+    kernels: dict[tuple[int, int], int] = {}
+    for batch in range(1, num_ctas + 2):
+        splits = combine_splits(num_ctas, batch)
+        kernels.setdefault((splits, combine_rows(heads, seqlen_q, splits, num_ctas // batch)), batch)
+    return list(kernels.values())
+
+
 @compiled_once
 def compile_combine(heads: int, width: int, dtype: str, splits: int, capability: int, rows: int = 1):
     """The compiled kernel; arguments as :func:`make_combine`'s."""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.ops import in_plain_eager_mode, register
-from mha2mla.kernels.split_kv.choice import FIELDS, MAX_BATCH, MAX_SPLITS
+from mha2mla.kernels.ops import in_plain_eager_mode, load, register
+from mha2mla.kernels.split_kv.choice import FIELDS, MAX_BATCH, MAX_SPLITS, compiled_seqlen
 
 MOST_LAUNCHES = 64  # that a plan remembers: a model's layers are a few kinds of calls
 LONGEST = 2**30  # window or sinks as kernels take them: longer than a sequence, and no sum with a token overflows
@@ -108,6 +108,12 @@ class DecodePlan:
         """The plan's arguments in a decode op's schema; a window of -1 is none."""
         window = -1 if self.window is None else self.window
         return window, self.sinks, self.schedule, self.splits, self.partial_out, self.partial_lse
+
+    def combine_batches(self) -> list[int]:
+        """Batch sizes, one for each kernel that merges partials of plans like it; none for the reference backend."""
+        heads, seqlen_q = self.shape[2], compiled_seqlen(self.shape[1])
+        combine = "mha2mla.kernels.split_kv.combine:combine_batches"
+        return load(combine)(heads, seqlen_q, self.num_ctas) if self.num_ctas else []
 
     def check(self, out: Tensor, block_table: Tensor, page_size: int, causal: bool) -> None:
         """Raise ValueError if the plan was made for another shape or device (those of ``out``), page table width or
