@@ -184,7 +184,10 @@ def check_layouts(
     arguments: tuple[Argument, ...], layouts: tuple[tuple | None, ...], is_paged: bool = False, known: tuple = ()
 ) -> dict[str, int]:
     """:func:`check_tensors` of shape, strides, dtype and device of each; nothing is remembered."""
-    query, name, sizes = Layout(*layouts[0]), arguments[0].name, dict(known)
+    name, sizes = arguments[0].name, dict(known)
+    if layouts[0] is None:
+        raise argument_error(name, None, f"a tensor [{arguments[0].dims}]")
+    query = Layout(*layouts[0])
     check_float(f"{name}.dtype", query.dtype)
     for argument, layout in sorted(zip(arguments, layouts, strict=True), key=lambda pair: pair[0].optional):
         if layout is not None:

@@ -87,6 +87,7 @@ def test_lengths_beyond_the_table_are_clamped():
 BAD = {
     "latent_scale is given beside centers": lambda i: {"latent_scale": torch.ones(1), "centers": torch.ones(1)},
     "softmax_scale is 1e-28": lambda i: {"softmax_scale": 1e-28},
+    r"q_latent is None; expected a tensor \[B S_q H d_c\]": lambda i: {"q_latent": None},
     "q_latent.shape": lambda i: {"q_latent": i["q_latent"][0]},
     "q_pe.shape": lambda i: {"q_pe": i["q_pe"][:, :1]},
     "latent_cache.shape": lambda i: {"latent_cache": i["latent_cache"][..., :8]},
