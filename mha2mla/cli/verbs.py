@@ -254,7 +254,8 @@ def generate(
     answers.close()
     done, size = loop.progress, loop.cache_bytes_per_token
     print(
-        f"{left} answers, {len(tasks) - left} of an earlier run: {done.new_tokens:,} tokens in {done.seconds:.2f} s,"
+        f"{left} answer{'' if left == 1 else 's'}, {len(tasks) - left} of an earlier run: {done.new_tokens:,} tokens"
+        f" in {done.seconds:.2f} s,"
         f" {done.tokens_per_second:,.0f} tokens/s; cache {size:,.0f} bytes a token, {loop.cache.nbytes:,} in all"
     )
     row = vars(done) | {"tokens_per_second": done.tokens_per_second, "answers": left}

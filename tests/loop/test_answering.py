@@ -65,7 +65,7 @@ def test_a_file_is_answered_and_gone_on_with(which, prompts, tmp_path, request, 
 
     output.write_text("\n".join(output.read_text().splitlines()[:2]) + '\n{"prompt": "Li')  # killed while it wrote
     assert run("generate", folder, "--file", prompts, *keys) == 0
-    assert "1 answers, 2 of an earlier run" in capsys.readouterr().out
+    assert "1 answer, 2 of an earlier run" in capsys.readouterr().out
     assert sorted(row["answer"] for row in rows(output)) == sorted(row["answer"] for row in found)
     assert run("generate", folder, "--file", prompts, *keys) == 0
     assert "all 3 prompts have answers" in capsys.readouterr().out
