@@ -222,7 +222,7 @@ def factorise(rule: LowRankRule, problem: LatentProblem, rank: int, *, centered:
         decoder = torch.cat([key, value]) @ encoder.T
     else:
         found, shapes = rule.factors(problem, rank, centered=centered), ((rows, rank), (rank, key.shape[1]))
-        parts = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+        parts = found if isinstance(found, tuple | list) and len(found) == 2 else (found, None)
         for part, name, shape in zip(parts, ("a decoder", "an encoder"), shapes, strict=True):
             is_right = isinstance(part, torch.Tensor) and part.shape == shape and part.device == key.device
             if not (is_right and part.is_floating_point()):

@@ -174,6 +174,11 @@ def test_what_a_rule_gives_is_checked(named):
         factorise(Spoilt(SPOILT[named]), problem(), 8, centered=True)
 
 
+def test_a_rule_may_give_a_list():
+    factors = factorise(Spoilt([DECODER, ENCODER]), problem(), 8, centered=True)
+    assert torch.equal(factors.encoder, ENCODER)
+
+
 def test_a_split_rank_goes_to_keys_and_values_by_width():
     factors = factorise(LowRankRule.find("svd-split"), problem(), 14, centered=True)
     assert (factors.key_decoder[..., 6:] == 0).all() and (factors.value_decoder[..., :6] == 0).all()
