@@ -197,15 +197,15 @@ def check(arguments: Arguments, folder: Path, recipe: Recipe, why: str) -> Plan:
         calibration=calibration,
         lengths=lengths,
         held_out=held_out,
-        notes=(f"preset: {why}", *notes, *_disk_note(folder, Path(arguments.destination))),
+        notes=(f"preset: {why}", *notes, *_disk_note(model, Path(arguments.destination))),
     )
 
 
-def _disk_note(source: Path, destination: Path) -> list[str]:
+def _disk_note(source: StreamedModel, destination: Path) -> list[str]:
     """A note where fewer bytes are free than the source's weights take: a full disk may end a run after hours."""
     there = destination.resolve()
     free = shutil.disk_usage(next(place for place in (there, *there.parents) if place.exists())).free
-    size = sum(path.stat().st_size for path in source.glob("*.safetensors") if not path.name.startswith("consolidated"))
+    size = sum(source.source.header(name).nbytes for name in source.expected_names())
     if free >= size:
         return []
     few, many = f"{free / 1e9:.3g} GB are free at the destination", f"the source's weights take {size / 1e9:.3g} GB"

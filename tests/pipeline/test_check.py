@@ -166,6 +166,7 @@ def test_a_bad_keyword_argument_is_named(recipe, keys, named, tmp_path):
 @pytest.mark.parametrize("free", [0, 1 << 40])
 def test_a_disk_too_small_for_the_weights_is_named_at_once(free, tmp_path, monkeypatch, capsys):
     source = tiny.checkpoint(tmp_path / "source")
+    (source / "model.fp16.safetensors").symlink_to("pruned")  # none of the model's files
     monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=free))
     convert(source, tmp_path / "new" / "out", {"cache_ratio": 1.0}, progress=True)
     said = "disk: 0 GB are free at the destination, the source's weights take "
