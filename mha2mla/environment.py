@@ -119,6 +119,11 @@ def _cpu_quota() -> float:
         return float("inf")
 
 
+def process_count() -> int:
+    """Processes of this run, as torchrun tells each of them."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def compute_device(device: str | torch.device | None) -> torch.device:
     """The one that was asked for, else CUDA where there is one.
 

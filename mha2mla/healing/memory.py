@@ -3,13 +3,13 @@ do not."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from mha2mla.conversion.fit.repeatable import deterministic
+from mha2mla.environment import process_count
 from mha2mla.healing.distillation import Distillation, is_out_of_memory, run_pass
 from mha2mla.healing.settings import Settings
 from mha2mla.healing.student import Models
@@ -35,7 +35,7 @@ def _try(distillation: Distillation, settings: Settings) -> str | None:
     trained = sum(each.numel() for each in distillation.student.parameters() if each.requires_grad)
     spare = int(MARGIN * torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 0
     # In float32: AdamW's two moments, or weights and directions while a rate is measured; buckets of several processes.
-    copies = 2 + (int(os.environ.get("WORLD_SIZE", "1")) > 1)
+    copies = 2 + (process_count() > 1)
     shape = settings.pass_tokens // settings.long_length, settings.long_length
     try:
         held = torch.empty(4 * copies * trained + spare, dtype=torch.uint8, device=device)

@@ -37,7 +37,14 @@ from mha2mla.conversion.resume import (
 )
 from mha2mla.conversion.source.files import check_unchanged, faults_of_the_source_named
 from mha2mla.conversion.source.opening import OpenedFolder, Source, open_converted, open_source
-from mha2mla.environment import collect_environment, compute_device, device_name, installed_version, named_dtype
+from mha2mla.environment import (
+    collect_environment,
+    compute_device,
+    device_name,
+    installed_version,
+    named_dtype,
+    process_count,
+)
 from mha2mla.files import CURVE, atomic_write, output_file
 from mha2mla.healing.distillation import Distillation
 from mha2mla.healing.memory import fit_memory
@@ -63,7 +70,7 @@ class Processes:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.is_main, self._several = True, int(os.environ.get("WORLD_SIZE", "1")) > 1
+        self.is_main, self._several = True, process_count() > 1
         if self._several:
             from accelerate import PartialState
 
@@ -90,7 +97,7 @@ class Processes:
 
 def own_device(device: torch.device) -> torch.device:
     """The device of this process, of several the GPU with its local rank."""
-    if device.type == "cuda" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if device.type == "cuda" and process_count() > 1:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     return device
@@ -192,7 +199,7 @@ def heal(
             "text": text_name(text),
             "token_weights": None if weights is None else tensor_hash(weights),
             "device": device_name(place),
-            "processes": int(os.environ.get("WORLD_SIZE", "1")),
+            "processes": process_count(),
             "fsdp": sharded,
             "versions": {name: installed_version(name) for name in ("mha2mla", "torch", "transformers", "accelerate")},
             "code": code_hash("healing", "kernels/row_codes/api.py"),
@@ -313,7 +320,7 @@ def _settings(preset: str, given: Mapping[str, Any], source: Source, text: str |
     settings = Settings.of(preset, context=context, **given)
     for name in ("length", "long_length"):
         check_length(source.spec, getattr(settings, name), f"{name} is {getattr(settings, name)}")
-    least = settings.long_length * int(os.environ.get("WORLD_SIZE", "1"))
+    least = settings.long_length * process_count()
     if settings.tokens is not None and settings.tokens < least:
         raise ValueError(f"tokens is {settings.tokens}; expected at least {least}: a step has a window of long_length")
     if settings.train == "all" and FAMILIES[source.config.model_type].mixture_of_experts:
@@ -404,7 +411,7 @@ def _budget(settings: Settings, distillation: Distillation, source: Source, piec
         return saved[1]
     with waiting("measuring tokens per second", show=progress):
         tokens = tokens_in(settings.minutes, distillation, settings, source.config.vocab_size)
-    tokens *= int(os.environ.get("WORLD_SIZE", "1"))  # one process was timed
+    tokens *= process_count()  # one process was timed
     tokens = tokens if settings.tokens is None else min(tokens, settings.tokens)
     pieces.put(_PLAN, {}, tokens)
     return tokens
