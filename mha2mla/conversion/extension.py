@@ -50,11 +50,11 @@ class RecipeObject:
         return {"class": f"{type(self).__module__}:{type(self).__qualname__}", **asdict(self)}
 
     def code_hash(self) -> str:
-        """sha256 of the source of the class and of those that it derives from, but for this package's; of nothing
-        where Python has none (an interactive session)."""
+        """sha256 of the source of the class and of those that it derives from, but for this package's and Python's own;
+        of nothing where Python has none (an interactive session)."""
         code = ""
         for each in type(self).__mro__:
-            if not each.__module__.startswith("mha2mla."):
+            if each.__module__.partition(".")[0] not in {"mha2mla", *sys.stdlib_module_names}:
                 with suppress(OSError, TypeError):
                     code += inspect.getsource(each)
         return hashlib.sha256(code.encode()).hexdigest()

@@ -25,6 +25,9 @@ from mha2mla.serving.paged_step import codes_without_kernel
 from mha2mla.serving.plugin import attention_name, checkpoint_names, expert_parts, placement, source_free
 from mha2mla.serving.vllm_attention import MLAParallelAttention
 
+# Formats whose loaders fill parameters without load_weights.
+LOADED_OTHERWISE = ("dummy", "sharded_state", "runai_streamer_sharded")
+
 
 def family_of(config: MHA2MLAConfig) -> Family:
     """Raises ValueError, by name, for a source that vLLM's layers are not put together for here."""
@@ -199,8 +202,8 @@ class VLLMForCausalLM(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
         self.logits_processor = LogitsProcessor(config.vocab_size)
-        # The first call of load_weights brings all tensors; those that update a model, a part.
-        self._expects_all = vllm_config.load_config.load_format != "dummy"
+        # The first call of load_weights brings all tensors, those that update a model a part.
+        self._expects_all = vllm_config.load_config.load_format not in LOADED_OTHERWISE
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return self.model.embed_input_ids(input_ids)
