@@ -51,7 +51,6 @@ from mha2mla.terminal import announce, forgiving_streams, short_warnings
 # Errors that a user can correct: bad arguments, missing files, an extra that is not installed. Any other error is a
 # fault of this package and keeps its traceback.
 USER_ERRORS = (ValueError, OSError, ImportError)
-HELP = {"--help", "-h"}
 CHAT_HELP = "/new begins a new conversation; /exit or an empty line ends; /help shows this line."
 app = App(
     name="mha2mla",
@@ -489,8 +488,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == ["help"]:  # mha2mla help convert
         words = [*words[1:], "--help"]
-    if HELP.intersection(words):
-        rest = [word for word in words if word not in HELP]
+    if any(word in app.help_flags for word in words):
+        rest = [word for word in words if word not in app.help_flags]
         _, groups, unknown = app.parse_commands(rest)
         if groups[-1].default_command is None and any(not word.startswith("-") for word in unknown[:1]):
             words = rest  # a verb that is misspelt, which is then refused

@@ -31,7 +31,14 @@ from mha2mla.eval.measurement import (
 from mha2mla.eval.op_latency import BASELINES, attention_latency, check_op
 from mha2mla.modeling import LatentCache
 from mha2mla.modeling.backends import OF_OPS
-from mha2mla.modeling.config import cache_bytes, cached_tokens, layer_token_bytes, touched_experts, visible_tokens
+from mha2mla.modeling.config import (
+    cache_bytes,
+    cached_tokens,
+    expert_share,
+    layer_token_bytes,
+    touched_experts,
+    visible_tokens,
+)
 from mha2mla.terminal import progress_bar
 from mha2mla.testing.numeric_check import ERROR_FACTOR, Judgement, verdict
 from mha2mla.testing.timing import copy_rate
@@ -257,7 +264,7 @@ def weight_bytes(model: nn.Module, batch: int = 1) -> int:
     embeddings = model.get_input_embeddings().weight
     tied = model.get_output_embeddings() is not None and model.get_output_embeddings().weight is embeddings
     experts = sum(each.nbytes for name, each in model.named_parameters() if ".experts." in name)
-    idle = int((1 - touched_experts(model.config, batch)) * experts)
+    idle = int((1 - touched_experts(expert_share(model.config), batch)) * experts)
     return sum(each.nbytes for each in model.parameters()) - (0 if tied else embeddings.nbytes) - idle
 
 

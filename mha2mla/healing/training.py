@@ -163,11 +163,11 @@ class _Minutes(TrainerCallback):
         _plan(args, self._settings, steps)
         state.compute_steps(args, steps)
         state.max_steps = steps
-        made = get_scheduler(
+        schedule = get_scheduler(
             args.lr_scheduler_type, torch.optim.SGD([torch.zeros(1)]), args.warmup_steps, steps,
             args.lr_scheduler_kwargs,
         )  # fmt: skip
-        lr_scheduler.lr_lambdas = made.lr_lambdas * len(lr_scheduler.lr_lambdas)
+        lr_scheduler.lr_lambdas = schedule.lr_lambdas * len(lr_scheduler.lr_lambdas)
 
 
 def _planned(state: TrainerState) -> int | None:

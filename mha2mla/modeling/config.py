@@ -139,11 +139,16 @@ def rotary_key_bits(config: MHA2MLAConfig) -> int:
     return 8
 
 
-def touched_experts(config: PreTrainedConfig, tokens: int) -> float:
-    """Share of the routed experts that any of ``tokens`` goes to, were routing uniform; source or converted."""
+def expert_share(config: PreTrainedConfig) -> float:
+    """Share of the routed experts that a token goes to; source or converted."""
     source = getattr(config, "source_config", None) or config.get_text_config(decoder=True).to_dict()
     count = source.get("num_local_experts") or source.get("num_experts") or 1
-    return 1 - (1 - min(1.0, (source.get("num_experts_per_tok") or 1) / count)) ** tokens
+    return min(1.0, (source.get("num_experts_per_tok") or 1) / count)
+
+
+def touched_experts(share: float, tokens: int) -> float:
+    """Share of the routed experts that any of ``tokens`` goes to, each to ``share`` of them, were routing uniform."""
+    return 1 - (1 - share) ** tokens
 
 
 def cache_bytes_per_token(config: PreTrainedConfig, itemsize: int) -> int:

@@ -22,7 +22,7 @@ from mha2mla.kernels.mixed_attention.layout import form_costs
 from mha2mla.kernels.mla_decode import codes_selection
 from mha2mla.kernels.mla_decode.selection import DecodeShape, refusal, select_kernel
 from mha2mla.modeling.cache_layout import PAGE_SIZE
-from mha2mla.modeling.config import touched_experts
+from mha2mla.modeling.config import expert_share, touched_experts
 from mha2mla.modeling.tensor_parallel import HeadShard
 
 ITEMSIZE = 2  # bytes: weights and caches are bfloat16
@@ -187,7 +187,7 @@ class Footprint:
 
         Weights are read once, or multiplied where that takes longer.
         """
-        touched = 1 - (1 - self.expert_share) ** batch  # uniform routing
+        touched = touched_experts(self.expert_share, batch)
         products = (self.read + self.expert_share * self.experts) / ITEMSIZE * 2 * batch
         weights = max((self.read + touched * self.experts) / gpu.read_rate, products / gpu.product_rate)
         return weights + self.attention_seconds(gpu, batch, context)
@@ -256,7 +256,7 @@ def footprint(config: PreTrainedConfig, geometry: MLAGeometry | None, spec: Sour
         weights=looked_up + dense + experts // tp,
         read=dense + (looked_up if tied else 0),
         experts=experts // tp,
-        expert_share=touched_experts(config, 1) if experts else 0.0,
+        expert_share=expert_share(config) if experts else 0.0,
         token_bytes=token,
         attention=attention,
         keys=keys,
