@@ -33,11 +33,7 @@ MAX_ROPE_WIDTH = 2048
 MAX_ROPE_ALONE = 128  # d_r of a cache of the latent alone
 MAX_CODES = 512  # of a token
 CLUSTER = 2  # CTAs that share a tile
-PIECES = {
-    "": 448,
-    "narrow": 128,
-    "turns": 128,
-}  # by variant: most columns of a CTA of a cluster that are loaded at once
+PIECES = {"": 448, "narrow": 128}  # by variant: most columns of a CTA of a cluster that are loaded at once
 ROPE_CHUNK = 128  # rotary columns of a tile that a CTA of a cluster loads at a time
 MAX_ROPE_HALF = 512  # and that it owns
 HEADS_ON_M_THREADS = 512  # its latent is padded to four panels of 64 columns, one piece for each warpgroup's share
@@ -294,22 +290,18 @@ def _swap_ab_ws(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates
 def _swap_ab_cluster(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
     """Behind ``swap_ab_ws`` where both take as many tiles, and everywhere up to 512 columns; the longest ring of 1.5 to
     3 tiles, then the widest pieces: on an H100 they took 4.2 % less time at 576 + 24 and 1.2 % less at 960 + 8 than
-    ``narrow`` ones in rings of the same length. Behind all, not measured: two warpgroups that take ``turns`` at their
-    scores."""
-    warpgroups = 2 if tiling.rows == 64 else 1
+    ``narrow`` ones in rings of the same length."""
+    warpgroups, behind = 2 if tiling.rows == 64 else 1, int(shape.kv_lora_rank <= WIDE_LATENT)
     if shape.kv_lora_rank <= WIDE_LATENT // 2:
         return
     for variant, rope_stages, halves in product(PIECES, (3, 2), (6, 5, 4, 3)):
         cut = halve(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, variant)
-        # Taking turns, both read every chunk: the ring has to hold a tile's, as takes_turns says.
-        alone = warpgroups == 1 or cut.rope_columns > rope_stages * ROPE_CHUNK
-        if cut.rope_columns > MAX_ROPE_HALF or (variant == "turns" and alone):
+        if cut.rope_columns > MAX_ROPE_HALF:
             continue
         num_stages = max(cut.units + 1, halves * cut.units // 2)
         used = cluster_shared_memory(tiling, cut, num_stages, rope_stages)
-        behind = variant == "turns" or shape.kv_lora_rank <= WIDE_LATENT
         yield candidate(
-            (int(behind), tiling.num_tiles, tiling.rows, 0, -num_stages * cut.unit, -cut.unit, -rope_stages),
+            (behind, tiling.num_tiles, tiling.rows, 0, -num_stages * cut.unit, -cut.unit, -rope_stages),
             limit, "swap_ab_cluster", tiling, used,
             f"{CLUSTER} x {cut.columns} columns, {warpgroups} warpgroup(s), {num_stages} pieces of {cut.unit} columns"
             f" and {rope_stages} rope stages",

@@ -58,7 +58,6 @@ class Columns:
     clustered = True
     latent_cols = property(lambda k: k.cut.columns)
     slot_cols = property(lambda k: k.cut.unit)
-    turns = property(lambda k: k.choice.variant == "turns")
     held = property(lambda k: swap_ab_ws.BLOCK * k.rows // WARPGROUP)  # scores of a tile that a thread holds
     source = property(lambda k: super().source + INLINE)
 
@@ -147,20 +146,15 @@ def share_scores(k, w, n, half, thread, memory, s, held):
 
 
 @T.macro
-def attend(k, w, f, i, work, half, thread, memory, x, o, held, slots):
-    """The i-th tile of the f-th fragment, for the rows of warpgroup ``w``: scores, softmax, output."""
+def attend(k, w, i, work, half, thread, memory, x, o, held, slots):
+    """The i-th tile of the fragment, for the rows of warpgroup ``w``: scores, softmax, output."""
     t0 = work.first_token(i)
     n = work.done + i
     units = k.cut.units
     for u in list(range(units)):
         slots[u] = T.truncmod(n * units + u, k.choice.num_stages)
-    if k.turns:  # one multiplies while the other waits for scores or is at its softmax
-        T.sync_threads(barrier_id=swap_ab_ws.TURN + w, arrive_count=k.consumers)
     multiply_latent(k, w, n, slots, memory, x.s)
     swap_ab_ws.multiply_rope(k, w, n, memory, x.s, [])
-    if k.turns:
-        if w == 0 or f < work.fragments - 1 or i < work.tiles - 1:
-            T.named_barrier_arrive(swap_ab_ws.TURN + 1 - w, k.consumers)
     share_scores(k, w, n, half, thread, memory, x.s, held)
     own = range(w, units, k.choice.warpgroups)  # warpgroups share the columns
     swap_ab_ws.weigh(k, w, work, t0, memory, x, [(slots[u], range(0, k.cut.unit, 64)) for u in own])
@@ -184,9 +178,6 @@ def consume(k, w, work, tile, half, memory, call, thread):
     o = [T.alloc_fragment([k.cut.unit, k.rows], T.float32) for _ in range(k.cut.units)]
     held, slots = T.alloc_local([k.held], T.float32), T.alloc_local([k.cut.units], T.int32)
     device.restart(work)
-    if k.turns and w == 1:
-        if work.fragments > 0:
-            T.named_barrier_arrive(swap_ab_ws.TURN, k.consumers)
     for f in T.serial(work.fragments):
         device.read_fragment(work, f)
         if k.makes_keys:
@@ -200,7 +191,7 @@ def consume(k, w, work, tile, half, memory, call, thread):
         softmax.begin(x, work)
         T.barrier_wait(memory.q_full, f & 1)
         for i in T.serial(work.tiles):
-            attend(k, w, f, i, work, half, thread, memory, x, o, held, slots)
+            attend(k, w, i, work, half, thread, memory, x, o, held, slots)
         T.barrier_arrive(memory.q_free)
         device.end_fragment(work)
         softmax.finish(x, x.row_max)

@@ -142,6 +142,5 @@ def test_the_ring_holds_a_tile_and_memory_is_what_is_counted():
                 used = cluster_shared_memory(choice.tiling, cut, choice.num_stages, choice.rope_stages)
                 assert choice.num_stages > cut.units and used <= 232448, choice.reason
                 assert choice.tiling.rows // choice.warpgroups <= 32 and choice.cluster_size == CLUSTER
-                assert choice.variant != "turns" or choice.warpgroups == 2
                 found.add(choice.variant)
-    assert found == {"", "narrow", "turns"}
+    assert found == {"", "narrow"}
