@@ -19,7 +19,7 @@ from mha2mla.kernels.split_kv.choice import KernelChoice
 class KeyCodes(latent_ws.CodeRing):
     """Properties of a CTA beside those of ``latent_ws``, whose warpgroups that make keys read no latents."""
 
-    steps, code_dtype = 0, T.int8
+    steps, code_dtype, coded = 0, T.int8, ("rope_cache", "rope_scale")
     latent_readers = property(lambda k: k.consumers)
     swizzled = ("k_ring", "codes")
     pieces = (0,)  # first columns of a tile's pieces
@@ -41,11 +41,6 @@ class ClusterStatic(KeyCodes, swap_ab_cluster.LatentStatic):
 
     def first_key_column(self, half):
         return half * KEY_TILE
-
-
-@T.macro
-def stream_keys(k, work, call, memory, thread, leader):
-    latent_ws.stream_pieces(k, work, call.rope_cache, call.rope_scale, memory, thread, leader)
 
 
 def widened(code):
@@ -91,10 +86,10 @@ def make_keys(k, half, work, memory, call, thread):
 def make_int8_keys_ws(shape: DecodeShape, choice: KernelChoice):
     """A TileLang function ``mla_decode_int8_keys_ws`` for sm_90; :class:`MLATypes` has its arguments."""
     k, types = Static(shape, choice), MLATypes(shape, key_codes=True)
-    return make_streaming(k, types, swap_ab_ws.consume, make_keys, stream_keys=stream_keys)
+    return make_streaming(k, types, swap_ab_ws.consume, make_keys, stream_keys=latent_ws.stream_codes)
 
 
 def make_int8_keys_cluster(shape: DecodeShape, choice: KernelChoice):
     """A TileLang function ``mla_decode_int8_keys_cluster`` for sm_90; :class:`MLATypes` has its arguments."""
     k, types = ClusterStatic(shape, choice), MLATypes(shape, key_codes=True)
-    return make_streaming(k, types, swap_ab_cluster.consume, make_keys, stream_keys=stream_keys)
+    return make_streaming(k, types, swap_ab_cluster.consume, make_keys, stream_keys=latent_ws.stream_codes)

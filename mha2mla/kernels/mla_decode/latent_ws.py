@@ -285,7 +285,7 @@ static __device__ __forceinline__ void write_scales(float* scales, const float* 
 class CodeRing:
     """Properties of a CTA to which bulk copies bring 8-bit codes, in pieces of a tile."""
 
-    code_dtype = CODES
+    code_dtype, coded = CODES, ("latent_cache", "latent_scale")  # arguments: codes, and the scales of their tokens
     page_rows = property(lambda k: min(BLOCK, k.page_size))  # of a tile, that lie in one page
 
     def allocate(self) -> dict:
@@ -314,11 +314,6 @@ class CodeStatic(CodeRing, Static):
 
 @T.macro
 def stream_codes(k, work, call, memory, thread, leader):
-    stream_pieces(k, work, call.latent_cache, call.latent_scale, memory, thread, leader)
-
-
-@T.macro
-def stream_pieces(k, work, codes, scales, memory, thread, leader):
     """One warp: the pieces of every tile of this CTA's fragments."""
     stages = k.choice.code_stages
     for f in T.serial(work.fragments):
@@ -334,12 +329,14 @@ def stream_pieces(k, work, codes, scales, memory, thread, leader):
                 for v in work.pieces:
                     first = v * k.page_rows
                     T.tma_copy(
-                        codes[work.pages[v], in_page : in_page + k.page_rows, left : left + CODE_PANEL],
+                        getattr(call, k.coded[0])[
+                            work.pages[v], in_page : in_page + k.page_rows, left : left + CODE_PANEL
+                        ],
                         memory.codes[slot, first : first + k.page_rows, :],
                         barrier=memory.codes_full[slot],
                     )
                     T.tma_copy(
-                        scales[work.pages[v], in_page : in_page + k.page_rows],
+                        getattr(call, k.coded[1])[work.pages[v], in_page : in_page + k.page_rows],
                         memory.given[slot, v, 0 : k.page_rows],
                         barrier=memory.codes_full[slot],
                     )
