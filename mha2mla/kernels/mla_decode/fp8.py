@@ -225,11 +225,6 @@ def merge(k, c):
 
 
 @T.macro
-def write_lse(target, tile, row, lse, h):
-    target.lse[target.place(tile, row)] = lse[h]
-
-
-@T.macro
 def write_number(target, tile, row, column, o, i):
     target.out[target.row(tile, row, column)] = o[i]
 
@@ -245,7 +240,7 @@ def finish(k, c, work, tile, call):
                 c.row_sum[h] == 0, -T.infinity(T.float32), (T.log2(c.row_sum[h]) + c.row_max[h]) * device.LN2
             )
             if tile.holds(r):
-                device.store(call, work, write_lse, tile, r, c.s, h)
+                device.store(call, work, device.write_lse, tile, r, c.s, h)
     for u in list(range(half)):
         kept, given = u + w * half, u + (1 - w) * half
         if given < k.tiles:

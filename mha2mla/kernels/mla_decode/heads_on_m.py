@@ -156,12 +156,7 @@ def weigh(k, work, tile, memory, call):
         T.barrier_arrive(memory.end)
         for i in T.Parallel(ROWS):
             if tile.holds(i):
-                device.store(call, work, write_lse, tile, i, x.row_max)
-
-
-@T.macro
-def write_lse(target, tile, row, lse):
-    target.lse[target.place(tile, row)] = lse[row]
+                device.store(call, work, device.write_lse, tile, i, x.row_max, i)
 
 
 @T.macro

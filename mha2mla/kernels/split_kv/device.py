@@ -286,6 +286,12 @@ def store(call, work, write, *arguments):
         write(Target(call.partial_out, call.partial_lse, (work.slot // 2, work.slot % 2), False), *arguments)
 
 
+@T.macro
+def write_lse(target, tile, row, lse, i):
+    """Entry ``i`` of ``lse`` as that of a row, to be called by :func:`store`."""
+    target.lse[target.place(tile, row)] = lse[i]
+
+
 def panels(columns: int) -> list[tuple[int, int]]:
     """First column and width of the panels of a swizzled tile: a panel of one page is contiguous."""
     return [(c, min(64, columns)) for c in range(0, columns, 64)]
