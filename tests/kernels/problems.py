@@ -19,7 +19,7 @@ from mha2mla.kernels.split_kv.plan import LONGEST
 from mha2mla.kernels.split_kv.reference import Fragment, attended_span, plan_fragments, write_schedule
 from mha2mla.testing.kernel_check import schedule_error
 from mha2mla.testing.numeric_check import errors
-from mha2mla.testing.problems import UNUSED_PAGE, GQAProblem, PagedProblem, exact, judge, sequences
+from mha2mla.testing.problems import UNUSED_PAGE, GQAProblem, PagedProblem, exact, judge, sequences, with_keys
 
 
 def torch_at(inputs: dict, dtype: torch.dtype, window: int | None = None, sinks: int = 0) -> torch.Tensor:
@@ -62,6 +62,20 @@ def kernels_of(op: PagedOp, shape, capability: int) -> list[KernelChoice]:
     how = {"has_rope_cache": "rope_cache" in op.names}
     how |= {"codes": "latent_scale" in op.names, "key_codes": "rope_scale" in op.names}
     return mla_selection.list_kernels(shape, capability, **how)
+
+
+def with_holes(inputs: dict, places: dict[tuple[int, int], int]) -> tuple[dict, dict]:
+    """The call with table entries that are no page, and one with a page of zeros in each place: (row, entry) -> entry.
+
+    Integer codes are dequantised in the second: no code is zero."""
+    zeros = inputs if inputs.get("centers") is None else with_keys(inputs, inputs["q_latent"].dtype)
+    holes, filled = inputs["block_table"].clone(), inputs["block_table"].clone()
+    for number, (place, hole) in enumerate(places.items()):  # a page each: it belongs to one place
+        holes[place], filled[place] = hole, len(inputs["latent_cache"]) + number
+    names = ("latent_cache", "rope_cache", "rope_scale")
+    caches = {name: zeros[name] for name in names if zeros.get(name) is not None}
+    caches = {name: torch.cat((x, *[torch.zeros_like(x[:1])] * len(places))) for name, x in caches.items()}
+    return inputs | {"block_table": holes}, zeros | caches | {"block_table": filled}
 
 
 def poison_unseen_pages(problem: PagedProblem, inputs: dict) -> dict:

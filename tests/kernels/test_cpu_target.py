@@ -14,10 +14,19 @@ import torch
 
 from mha2mla.kernels.gqa_decode.api import GQA
 from mha2mla.kernels.split_kv.choice import MAX_SPLITS, tile_rows
-from mha2mla.testing.problems import GQAProblem, KeyCodesProblem, LatentProblem, Problem
+from mha2mla.testing.problems import GQAProblem, KeyCodesProblem, LatentProblem, Problem, RowCodesProblem
 from tests.few import few
 from tests.kernels.compiled import for_cpu
-from tests.kernels.problems import assert_right, kernels_of, name, poison_unseen_pages, random_work, run_kernels
+from tests.kernels.mla_decode.test_mla_decode_codes import SHAPES as CODES
+from tests.kernels.problems import (
+    assert_right,
+    kernels_of,
+    name,
+    poison_unseen_pages,
+    random_work,
+    run_kernels,
+    with_holes,
+)
 
 pytest.importorskip("tilelang", reason="TileLang is not installed")
 
@@ -27,7 +36,7 @@ from mha2mla.kernels.split_kv.combine import SIZES, make_combine
 
 @cache
 def compiled_split(op, shape, max_rows: int, max_groups: int, block_tokens: int, variant: str):
-    portable = ("portable", "swap_ab", "latent_portable", "int8_keys_portable")
+    portable = ("portable", "swap_ab", "latent_portable", "int8_keys_portable", "codes_portable")
     choice = next(c for c in kernels_of(op, shape, 80 if op is GQA else 90) if c.kernel in portable)
     groups = shape.num_kv_heads if op is GQA else shape.num_rope_heads
     tiling = tile_rows(shape.heads, groups, shape.seqlen_q, max_rows, 1 if op is GQA else max_groups, packed=op is GQA)
@@ -90,26 +99,17 @@ KEY_CODES = [
 ]
 
 
-@few("problem", [*SHAPES[:6], *GQA_SHAPES, *SHAPES[6:]], count=13, ids=name)
-def test_no_shape_reads_poison_or_drops_heads(problem):
+EVERY_RUN = [*SHAPES[:6], *GQA_SHAPES, *LATENT_SHAPES[:3], *KEY_CODES, *CODES[:4]]
+STREAMED = [(problem, "streamed") for problem in LATENT_SHAPES]  # W_KR; else, where there is one, it is resident
+CASES = [*((problem, "resident") for problem in EVERY_RUN), *STREAMED[:3]]
+OTHERS = [*((problem, "resident") for problem in (*SHAPES[6:], *LATENT_SHAPES[3:], *CODES[4:])), *STREAMED[3:]]
+
+
+@few("problem, variant", [*CASES, *OTHERS], len(CASES), ids=lambda x: x if isinstance(x, str) else name(x))
+def test_no_shape_reads_poison_or_drops_heads(problem, variant):
     """Head counts that fill no tile, odd widths, shuffled poisoned pages, one CTA and more CTAs than tiles."""
     for num_ctas in (1, 2, 12):
-        run(problem, num_ctas)
-
-
-@pytest.mark.parametrize("variant", ["resident", "streamed"])
-@few("problem", LATENT_SHAPES, count=3, ids=name)
-def test_no_latent_shape_reads_poison_or_drops_heads(problem, variant):
-    """The same, with pages at offsets of their own."""
-    for num_ctas in (1, 12):
         run(problem, num_ctas, variant=variant)
-
-
-@few("problem", KEY_CODES, count=3, ids=name)
-def test_no_shape_of_int8_keys_reads_poison(problem):
-    """With biases of any size, beside the float64 of what codes, scales and biases give."""
-    for num_ctas in (1, 12):
-        run(problem, num_ctas, variant="")
 
 
 LENGTHS = [(0, 1, 64, 200, 321), (0, 0, 0, 0, 0), (0, 0, 900, 0, 0), (1, 1, 1, 1, 1), (700, 0, 65, 0, 64)]
@@ -191,22 +191,17 @@ def test_tokens_tile_when_rows_do_not_fit():
 
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize(
-    "problem", [Problem(6, 2, 64, 8, (70, 200)), LatentProblem(6, 1, 64, 8, (70, 200)), KEY_CODES[0]], ids=name
+    "problem",
+    [kind(6, 1, 64, 8, (70, 200)) for kind in (Problem, LatentProblem, RowCodesProblem)] + [KEY_CODES[0]],
+    ids=lambda problem: problem.op.name,
 )
 def test_no_page_inside_a_length_is_zeros(problem, page_size):
     """Whatever lies on the page that stands in for theirs."""
     problem = replace(problem, page_size=page_size)
-    inputs = problem.inputs(torch.float32)
-    filled, holes = inputs["block_table"].clone(), inputs["block_table"].clone()
     places = {(0, 0): -1, (1, 1): 10**6, (1, 64 // page_size + 1): -(2**31)}
-    for number, ((row, entry), hole) in enumerate(places.items()):  # a page of zeros each: it belongs to one place
-        holes[row, entry], filled[row, entry] = hole, len(inputs["latent_cache"]) + number
-    names = ("latent_cache", "rope_cache", "rope_scale")
-    caches = {n: inputs[n] for n in names if inputs.get(n) is not None}
-    zeros = {n: torch.cat((cache, *[torch.zeros_like(cache[:1])] * 3)) for n, cache in caches.items()}
+    holes, zeros = with_holes(problem.inputs(torch.float32), places)
     for num_ctas in (1, 3):
-        out, lse = run_kernels(problem, *compiled(problem), inputs | {"block_table": holes}, num_ctas)
-        assert_right(inputs | zeros | {"block_table": filled}, out, lse)
+        assert_right(zeros, *run_kernels(problem, *compiled(problem), holes, num_ctas))
 
 
 def test_large_scores_are_not_taken_for_masked_ones():

@@ -35,6 +35,7 @@ from tests.kernels.problems import (
     poison_unseen_pages,
     random_work,
     run_kernels,
+    with_holes,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -595,12 +596,8 @@ def test_a_sequence_that_reaches_position_131072():
 
 def test_a_latent_page_that_is_missing_counts_as_zeros():
     problem = LatentProblem(*WS, (70, 200))
-    inputs = problem.inputs(torch.bfloat16, CUDA)
-    holes, filled = inputs["block_table"].clone(), inputs["block_table"].clone()
-    holes[1, 1], filled[1, 1] = -1, len(inputs["latent_cache"])
-    zeros = torch.cat((inputs["latent_cache"], torch.zeros_like(inputs["latent_cache"][:1])))
-    out, lse = decode(problem, inputs | {"block_table": holes}, return_lse=True, backend="tilelang")
-    assert_right(inputs | {"block_table": filled, "latent_cache": zeros}, out, lse)
+    holes, zeros = with_holes(problem.inputs(torch.bfloat16, CUDA), {(1, 1): -1})
+    assert_right(zeros, *decode(problem, holes, return_lse=True, backend="tilelang"))
 
 
 def on_hopper(problem: PagedProblem, dtype: str) -> str | None:

@@ -1,10 +1,9 @@
-"""Decode over integer codes of latents: the op beside its definition, the portable kernel, what dispatch takes."""
+"""Decode over integer codes of latents: what is refused, what dispatch takes, and how Hopper kernels dequantise."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -15,18 +14,10 @@ from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import RowQuantizer, decodes_codes, mla_decode
 from mha2mla.kernels.mla_decode.api import LATENT_CODES, ROW_CODES
 from mha2mla.kernels.mla_decode.codes_selection import bits_of, refusal, select_kernel
-from mha2mla.kernels.split_kv.choice import tile_rows
 from mha2mla.testing.problems import LatentCodesProblem, RowCodesProblem
 from tests.few import few
-from tests.kernels.compiled import for_cpu, gate_choice
-from tests.kernels.problems import (
-    assert_right,
-    kernels_of,
-    name,
-    poison_unseen_pages,
-    run_kernels,
-)
-from tests.kernels.test_cpu_target import compiled_combine
+from tests.kernels.compiled import gate_choice
+from tests.kernels.problems import kernels_of
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 SHAPES = [
@@ -70,41 +61,6 @@ def test_codes_are_decoded_where_that_beat_a_copy():
         assert rope == 64 or not decodes_codes(replace(made, kv_lora_rank=544), 16, torch.float16, "cuda", 8)
     odd = MLAGeometry(64, 1, 608, 24, latent_bits=4)  # halves of its columns are no multiples of 64
     assert not decodes_codes(odd, 64, torch.bfloat16, "cuda")
-
-
-@cache
-def compiled_split(shape):
-    from mha2mla.kernels.machine import Machine
-
-    choice = next(c for c in kernels_of(ROW_CODES, shape, 90) if c.kernel == "codes_portable")
-    tiling = tile_rows(shape.heads, shape.num_rope_heads, shape.seqlen_q, 32, 8)
-    choice = replace(choice, tiling=tiling, threads=1)
-    return for_cpu(ROW_CODES.make_split(replace(shape, dtype="float32"), choice, Machine(True)))
-
-
-@few("problem", SHAPES, count=4, ids=name)
-def test_portable_kernel_on_cpu_target(problem):
-    pytest.importorskip("tilelang", reason="TileLang is not installed")
-    inputs = poison_unseen_pages(problem, problem.inputs(torch.float32))
-    kernels = compiled_split(problem.shape("float32")), compiled_combine(problem.heads, problem.kv_lora_rank, 64)
-    for num_ctas in (1, 7):
-        assert_right(inputs, *run_kernels(problem, *kernels, inputs, num_ctas), **problem.visibility)
-
-
-def test_no_page_inside_a_length_is_zeros():
-    problem = RowCodesProblem(6, 1, 64, 8, (70, 200), page_size=16)
-    inputs = problem.inputs(torch.float32)
-    kernels = compiled_split(problem.shape("float32")), compiled_combine(6, 64, 64)
-    holes, wide = inputs["block_table"].clone(), {**inputs}
-    filled = holes.clone()
-    for number, ((row, entry), hole) in enumerate({(0, 0): -1, (1, 5): 10**6}.items()):
-        holes[row, entry], filled[row, entry] = hole, len(inputs["latent_cache"]) + number
-    wide["latent_cache"] = problem.quantizer.decode(inputs["latent_cache"], 64, centers=inputs["centers"])
-    del wide["centers"]
-    for each in ("latent_cache", "rope_cache"):
-        wide[each] = torch.cat((wide[each], torch.zeros_like(wide[each][:2])))
-    found = run_kernels(problem, *kernels, inputs | {"block_table": holes}, 3)
-    assert_right(wide | {"block_table": filled}, *found)
 
 
 @pytest.mark.parametrize(
