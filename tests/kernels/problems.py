@@ -19,17 +19,7 @@ from mha2mla.kernels.split_kv.plan import LONGEST
 from mha2mla.kernels.split_kv.reference import Fragment, attended_span, plan_fragments, write_schedule
 from mha2mla.testing.kernel_check import schedule_error
 from mha2mla.testing.numeric_check import errors
-from mha2mla.testing.problems import UNUSED_PAGE, GQAProblem, PagedProblem, exact, judge, sequences, with_keys
-
-
-def torch_at(inputs: dict, dtype: torch.dtype, window: int | None = None, sinks: int = 0) -> torch.Tensor:
-    """The same formula in plain torch, every intermediate held in ``dtype``: what "twice torch's error" refers to.
-
-    Returns:
-        out [B, S_q, H, d] in ``dtype``.
-    """
-    outs = [sequence.to(dtype).attend() for sequence in sequences(inputs, window, sinks)]
-    return torch.stack(outs) if outs else exact(inputs)[0].to(dtype)
+from mha2mla.testing.problems import UNUSED_PAGE, GQAProblem, PagedProblem, judge, with_keys
 
 
 def assert_right(inputs: dict, out: torch.Tensor, lse: torch.Tensor | None, **visibility) -> None:
