@@ -14,7 +14,6 @@ from mha2mla.kernels.mla_decode.api import FP8 as STORED_FP8
 from mha2mla.kernels.mla_decode.api import INT8_KEYS, LATENT, LATENT_FP8, MLA
 from mha2mla.kernels.mla_decode.selection import (
     DecodeShape,
-    key_blocks,
     list_kernels,
     refusal,
     select_kernel,
@@ -22,8 +21,7 @@ from mha2mla.kernels.mla_decode.selection import (
 from mha2mla.kernels.split_kv.choice import SEQLENS_Q
 from mha2mla.kernels.split_kv.op import PagedOp
 
-select, listed = partial(select_kernel, has_rope_cache=False), partial(list_kernels, has_rope_cache=False)
-refuse = partial(refusal, has_rope_cache=False)
+select, refuse = (partial(function, has_rope_cache=False) for function in (select_kernel, refusal))
 
 
 def shape(heads: int, d_c: int, d_r: int, page: int = 64, seqlen_q: int = 1, dtype: str = "bfloat16") -> DecodeShape:
@@ -44,18 +42,38 @@ def test_every_width_and_head_count_has_a_kernel(d_r, capability):
                 assert capability == 90 or choice.kernel == "latent_portable"
 
 
-def test_registers_and_memory_of_every_choice_fit_a_multiprocessor():
-    narrow = ((32, 512, 64), (16, 72, 32), (16, 72, 96), (9, 192, 96), (64, 256, 64), (16, 384, 128))
-    for heads, d_c, d_r in (*narrow, *WIDE):
-        for choice in listed(shape(heads, d_c, d_r), 90):
-            if choice.kernel == "latent_portable":
-                continue
-            computing, making, streaming = choice.registers
-            makers = key_blocks(choice.tiling, d_r).chunks_per_block
-            held = choice.warpgroups * computing + makers * making + streaming
-            assert 128 * held * choice.ctas_per_sm <= 65536, choice.reason
-            launched = 65536 // (choice.ctas_per_sm * choice.threads) // 8 * 8
-            assert streaming <= launched <= computing, "setmaxnreg gives to these and takes from that one"
+NARROW = ((32, 512, 64), (16, 72, 32), (16, 72, 96), (9, 192, 96), (64, 256, 64), (16, 384, 128))
+FP8 = [
+    shape(32, 512, 64),
+    shape(9, 192, 128, 16, dtype="float16"),
+    shape(28, 320, 128),
+    shape(64, 256, 96, 16, 2),
+    shape(16, 80, 32),
+]
+KEY_CODES = [*FP8, shape(40, 512, 128), shape(28, 1024, 64), shape(16, 72, 16), shape(1, 8, 16)]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "how", "streamers"),
+    [
+        ([shape(*sizes) for sizes in (*NARROW, *WIDE)], {"has_rope_cache": False}, 1),
+        (FP8, {"has_rope_cache": False, "codes": True}, 2),
+        (KEY_CODES, {"key_codes": True}, 1),
+    ],
+    ids=["bfloat16", "e4m3", "int8 keys"],
+)
+def test_registers_of_every_choice_fit_a_multiprocessor(shapes, how, streamers):
+    for each, choice in [(asked, choice) for asked in shapes for choice in list_kernels(asked, 90, **how)]:
+        if "portable" in choice.kernel:
+            continue
+        computing, making, streaming = choice.registers
+        makers = choice.threads // 128 - choice.warpgroups - streamers
+        assert makers == (1 if "int8" in choice.kernel and choice.cluster_size > 1 else -(-each.qk_rope_head_dim // 64))
+        held = choice.warpgroups * computing + makers * making + streamers * streaming
+        assert 128 * held * choice.ctas_per_sm <= 65536, choice.reason
+        launched = 65536 // (choice.ctas_per_sm * choice.threads) // 8 * 8
+        assert streaming <= launched <= computing, "setmaxnreg gives to these and takes from that one"
+        assert streamers == 1 or launched <= making, choice.reason
 
 
 def test_several_tokens_of_few_heads_share_one_making_of_keys():
@@ -124,36 +142,6 @@ def test_e4m3_latents_of_every_width_up_to_the_limit_have_a_kernel(d_r, page, se
         if why := refuse(wider, codes=True):
             raise ValueError(why)
         select(wider, 90, codes=True)
-
-
-FP8 = [
-    shape(32, 512, 64),
-    shape(9, 192, 128, 16, dtype="float16"),
-    shape(28, 320, 128),
-    shape(64, 256, 96, 16, 2),
-    shape(16, 80, 32),
-]
-
-
-def test_registers_of_e4m3_choices_fit_a_multiprocessor():
-    for each in FP8:
-        choice = select(each, 90, codes=True)
-        computing, making, streaming = choice.registers
-        makers = key_blocks(choice.tiling, each.qk_rope_head_dim).chunks_per_block
-        held = choice.warpgroups * computing + makers * making + 2 * streaming
-        assert 128 * held * choice.ctas_per_sm <= 65536, choice.reason
-        launched = 65536 // (choice.ctas_per_sm * choice.threads) // 8 * 8
-        assert streaming <= launched <= min(computing, making), choice.reason
-
-
-def test_registers_of_e4m3_keys_fit_a_multiprocessor():
-    for each in (*FP8, shape(40, 512, 128), shape(28, 1024, 64), shape(16, 72, 16), shape(1, 8, 16)):
-        choice = select_kernel(each, 90, key_codes=True)
-        computing, making, streaming = choice.registers
-        makers = choice.threads // 128 - choice.warpgroups - 1
-        held = choice.warpgroups * computing + makers * making + streaming
-        assert 128 * held * choice.ctas_per_sm <= 65536, choice.reason
-        assert streaming <= 65536 // (choice.ctas_per_sm * choice.threads) // 8 * 8 <= computing, choice.reason
 
 
 @pytest.mark.parametrize(
