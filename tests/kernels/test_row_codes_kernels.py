@@ -44,17 +44,26 @@ def on_cpu(make, **static):
     return for_cpu(make(**static, page_size=PAGE, dtype="float32", on_cpu=True))
 
 
+def operands(make, quantizer, centers, stored, width):
+    """The kernel for a cache, the cache as it takes it, and centers, or what stands in for them."""
+    near, kind = (torch.full((2, width), torch.nan), None) if centers is None else (centers, "float32")
+    words = stored.stride(0) // 4
+    kernel = on_cpu(make, width=width, bits=quantizer.bits, page_words=words, center_dtype=kind)
+    return kernel, stored.view(torch.int32), near
+
+
 def append_on_cpu(quantizer, centers, latent, slots, behind=0):
     width, stored = latent.shape[1], empty_cache(quantizer, latent.shape[1], behind)
-    static = {
-        "width": width,
-        "bits": quantizer.bits,
-        "page_words": stored.stride(0) // 4,
-        "center_dtype": None if centers is None else "float32",
-    }
-    near = torch.full((2, width), torch.nan) if centers is None else centers
-    on_cpu(make_append_codes, **static)(latent, slots, near, stored.view(torch.int32))
+    kernel, pages, near = operands(make_append_codes, quantizer, centers, stored, width)
+    kernel(latent, slots, near, pages)
     return stored
+
+
+def read_on_cpu(quantizer, centers, stored, table, width):
+    out = torch.full((table.numel(), PAGE, width), 7.0)
+    kernel, pages, near = operands(make_read_codes, quantizer, centers, stored, width)
+    kernel(pages, table.flatten(), near, out)
+    return out
 
 
 @each("bits, has_centers, width", (4, 8, 3, 2, 1, 7), (True, False), (192, 64, 1024, 1056))
@@ -73,11 +82,9 @@ def test_pages_may_have_something_behind_their_rows(bits):
     stored = append_on_cpu(quantizer, centers, latent, slots, behind=24)
     assert torch.equal(stored, expected) and not stored.is_contiguous()
     assert (stored._base[:, PAGE * stored.shape[2] :] == 171).all()
-    table = torch.tensor([3, 0, 4], dtype=torch.int32)
-    static = {"width": 64, "bits": bits, "center_dtype": "float32", "page_words": stored.stride(0) // 4}
-    out = torch.zeros(3, PAGE, 64)
-    on_cpu(make_read_codes, **static)(stored.view(torch.int32), table, centers, out)
-    assert torch.equal(out, read_codes(expected, table[None], 64, quantizer, centers, out.dtype))
+    table = torch.tensor([[3, 0, 4]], dtype=torch.int32)
+    out = read_on_cpu(quantizer, centers, stored, table, 64)
+    assert torch.equal(out, read_codes(expected, table, 64, quantizer, centers, out.dtype))
 
 
 @pytest.mark.parametrize("has_centers", [True, False])
@@ -109,10 +116,7 @@ def test_read_rows_are_the_references(bits, has_centers, width):
     latent = torch.randn(PAGES * PAGE, width) + (0 if centers is None else centers[torch.arange(PAGES * PAGE) % 2])
     stored = quantizer.encode(latent, centers).view(PAGES, PAGE, -1)
     table = torch.tensor([[3, -1, 0], [4, PAGES, 3]], dtype=torch.int32)
-    out = torch.full((6, PAGE, width), 7.0)
-    static = {"width": width, "bits": bits, "center_dtype": "float32" if has_centers else None}
-    near = torch.full((2, width), torch.nan) if centers is None else centers
-    on_cpu(make_read_codes, **static)(stored.view(torch.int32), table.flatten(), near, out)
+    out = read_on_cpu(quantizer, centers, stored, table, width)
     expected = read_codes(stored, torch.tensor([[3, 0, 4, 3]], dtype=torch.int32), width, quantizer, centers, out.dtype)
     assert torch.equal(out[[0, 2, 3, 5]], expected)
     assert (out[[1, 4]] == 7).all()  # pages that the table lacks
@@ -142,14 +146,8 @@ def test_rows_are_rounded_alike_on_a_gpu(bits):
 @few("bits, width", [(4, 512), (3, 192), (8, 1024)], count=1)
 @pytest.mark.parametrize("make", [make_read_codes, make_append_codes])
 def test_kernels_fit(make, bits, width):
-    static = {
-        "width": width,
-        "bits": bits,
-        "page_size": 64,
-        "dtype": "bfloat16",
-        "center_dtype": "bfloat16",
-    }
-    gate(make(**static), EXACT_PASS_CONFIGS)
+    pages = {"page_size": 64, "page_words": 16 * RowQuantizer(bits).bytes_per_row(width)}
+    gate(make(width=width, bits=bits, **pages, dtype="bfloat16", center_dtype="bfloat16"), EXACT_PASS_CONFIGS)
 
 
 @pytest.mark.gpu

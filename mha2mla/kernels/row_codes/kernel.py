@@ -238,23 +238,22 @@ def search(k, load, take, x):
             x.state[0] = 2 * T.bitwise_and(x.state[0], 1) + x.word[1]
 
 
-def pages_of(k: CodedRow, pages, page_size: int, page_words: int | None):
+def pages_of(k: CodedRow, pages, page_size: int, page_words: int):
     """Type of a cache's coded rows [P,page,words] as int32: dense in a page, ``page_words`` words from a page to the
     next."""
-    stride = page_size * k.words if page_words is None else page_words
-    return T.StridedTensor([pages, page_size, k.words], [stride, k.words, 1], T.int32)
+    return T.StridedTensor([pages, page_size, k.words], [page_words, k.words, 1], T.int32)
 
 
 def make_read_codes(
-    *, width: int, bits: int, page_size: int, dtype: str, center_dtype: str | None,
-    page_words: int | None = None, on_cpu: bool = False,
+    *, width: int, bits: int, page_size: int, page_words: int, dtype: str, center_dtype: str | None,
+    on_cpu: bool = False,
 ):  # fmt: skip
     """A TileLang function ``read_codes``, a block a page of the table.
 
     Args:
         width, bits: of a coded row; ``width`` is a multiple of 32.
         page_size: rows of a page.
-        page_words: from a page to the next; None: those of its rows.
+        page_words: from a page to the next.
         dtype: of the dequantised rows.
         center_dtype: of the two centers from whose nearer one rows are coded; None: there are none.
         on_cpu: compile for TileLang's C target.
@@ -302,8 +301,8 @@ def make_read_codes(
 
 
 def make_append_codes(
-    *, width: int, bits: int, page_size: int, dtype: str, center_dtype: str | None,
-    page_words: int | None = None, on_cpu: bool = False,
+    *, width: int, bits: int, page_size: int, page_words: int, dtype: str, center_dtype: str | None,
+    on_cpu: bool = False,
 ):  # fmt: skip
     """A TileLang function ``append_codes``, a warp a row and a lane a unit.
 
