@@ -153,9 +153,7 @@ def test_kernels_fit_a_hopper(shape):
     report = gate(make_warp_specialised(shape, tiling), SMALL_PASS_CONFIGS)
     assert shared_bytes(shape, tiling) - 4096 <= report.shared_bytes <= shared_bytes(shape, tiling)
     assert report.registers * (tiling.block_rows // ROWS + 1) * 128 <= 65536
-    if report.instructions is not None:
-        assert report.instructions.get("HGMMA", 0), report.instructions
-        assert report.instructions.get("UTMALDG", 0), report.instructions
+    assert report.instructions is None or {"HGMMA", "UTMALDG"} <= set(report.instructions), report.instructions
 
 
 @few("shape", [GATED[5], GATED[6]], count=1, ids=lambda s: f"{s.widths}-{s.v_head_dim}")
