@@ -25,12 +25,9 @@ def test_one_kv_head_whose_values_are_its_keys_is_mla():
     """Multi-query attention over the latent itself: what absorbed MLA is without rotary keys."""
     inputs = dataclasses.replace(BASE, num_kv_heads=1, qk_head_dim=16).inputs(torch.float64)
     inputs["v_cache"] = inputs["k_cache"]
-    zeros = {
-        "q_pe": torch.zeros(3, 2, 6, 8).double(),
-        "rope_cache": torch.zeros(*inputs["k_cache"].shape[:3], 8).double(),
-    }
+    q_pe, rope_cache = (inputs[name].new_zeros(*inputs[name].shape[:3], 8) for name in ("q", "k_cache"))
     shared = {name: inputs[name] for name in ("block_table", "cache_seqlens", "softmax_scale")}
-    mla = mla_decode(inputs["q"], zeros["q_pe"], inputs["k_cache"][:, :, 0], zeros["rope_cache"], **shared)
+    mla = mla_decode(inputs["q"], q_pe, inputs["k_cache"][:, :, 0], rope_cache, **shared)
     torch.testing.assert_close(call(inputs), mla, rtol=1e-13, atol=1e-14)
 
 
@@ -112,13 +109,8 @@ def test_every_shape_of_the_contract_is_served():
 
 
 def test_packed_tiles_hold_every_row_once():
-    for heads, groups, seqlen_q, max_rows in [
-        (7, 1, 8, 64),
-        (9, 3, 2, 8),
-        (128, 1, 8, 16),
-        (32, 32, 4, 32),
-        (63, 1, 1, 64),
-    ]:
+    for sizes in ((7, 1, 8, 64), (9, 3, 2, 8), (128, 1, 8, 16), (32, 32, 4, 32), (63, 1, 1, 64)):
+        heads, groups, seqlen_q, max_rows = sizes
         tiling = tile_rows(heads, groups, seqlen_q, max_rows, 1, packed=True)
         assert tiling.groups_per_tile == 1 and tiling.rows <= max_rows and tiling.rows >= 8
         assert tiling.head_rows >= tiling.heads_per_tile and tiling.head_rows & (tiling.head_rows - 1) == 0

@@ -6,14 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mha2mla.kernels import (
-    LatentRope,
-    kept_keys,
-    mla_attention,
-    plan_gqa_attention,
-    plan_mla_attention,
-    rotary_keys,
-)
+from mha2mla.kernels import LatentRope, kept_keys, mla_attention, plan_gqa_attention, plan_mla_attention, rotary_keys
 from mha2mla.kernels.mla_decode.quantization import quantize_keys
 from mha2mla.modeling.batch import SequenceBatch
 from mha2mla.testing.numeric_check import PlainAttention, errors
@@ -165,7 +158,7 @@ def rows_of(cache, block_table, length):
     return cache[block_table.long()[token // cache.shape[1]], token % cache.shape[1]]
 
 
-def attend_sequences(queries, keys, values, lengths, window=None, sinks=0, scale=SCALE):
+def attend_sequences(queries, keys, values, lengths, window=None, sinks=0):
     """Causal attention of queries, parts [N, H, d_i] one sequence behind the other, over each sequence's keys, parts
     [T, G_i, d_i], and values [T, G, d_v]; ``lengths`` as of a batch. Queries behind the last sequence give zeros."""
     outs, begin = [], 0
@@ -176,7 +169,7 @@ def attend_sequences(queries, keys, values, lengths, window=None, sinks=0, scale
         if window is not None:
             seen = seen & ((token > last - window) | (token < start + sinks))
         mine = tuple(query[begin : begin + length] for query in queries)
-        outs.append(PlainAttention(mine, key, value, seen, scale).attend())
+        outs.append(PlainAttention(mine, key, value, seen, SCALE).attend())
         begin += length
     rest = queries[0].new_zeros(len(queries[0]) - begin, queries[0].shape[1], values[0].shape[-1] if values else 0)
     return torch.cat([*outs, rest])

@@ -216,18 +216,14 @@ def test_ctas_fit_the_combine(an_h200, geometry, seqlen_q):
     assert 1 <= ctas <= MAX_SPLITS
 
 
-def test_plan_refuses_more_sequences_than_the_planner_holds(an_h200):
+def test_plan_refuses_more_sequences_than_the_planner_holds(monkeypatch):
     q = torch.empty(MAX_BATCH + 1, 1, 1, 8, dtype=torch.bfloat16, device="meta")
     cache, table = torch.empty(1, 64, 1, 8, device="meta"), torch.empty(MAX_BATCH + 1, 1, device="meta")
-    monkey = MLA.num_ctas(None, 1, 1, 8, 8, 64, 1, torch.bfloat16, an_h200)
-    assert monkey > 0
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(op.PagedOp, "num_ctas", lambda *_: monkey)
-        with pytest.raises(ValueError, match=f"batch\\) is {MAX_BATCH + 1}; a plan takes at most {MAX_BATCH}"):
-            plan_mla_decode(q, cache, table, None, qk_rope_head_dim=8)
-        plan = plan_mla_decode(q[1:], cache, table[1:], None, qk_rope_head_dim=8)
-    assert plan.schedule.shape == (monkey + MAX_BATCH, FIELDS)
-    assert plan.num_ctas == monkey
+    monkeypatch.setattr(op.PagedOp, "num_ctas", lambda *_: 132)
+    with pytest.raises(ValueError, match=f"batch\\) is {MAX_BATCH + 1}; a plan takes at most {MAX_BATCH}"):
+        plan_mla_decode(q, cache, table, None, qk_rope_head_dim=8)
+    plan = plan_mla_decode(q[1:], cache, table[1:], None, qk_rope_head_dim=8)
+    assert plan.schedule.shape == (132 + MAX_BATCH, FIELDS) and plan.num_ctas == 132
 
 
 def test_addresses_of_the_reference_do_not_overflow_32_bits():
@@ -237,18 +233,10 @@ def test_addresses_of_the_reference_do_not_overflow_32_bits():
     latent = storage.as_strided((pages, page, width), (0, width, 1))
     rope = storage.as_strided((pages, page, 1, 8), (0, 8, 8, 1))
     assert pages * page * width > 2**31
-    table = torch.tensor([[pages - 1, 5]], dtype=torch.int32)
+    table, length = torch.tensor([[pages - 1, 5]], dtype=torch.int32), torch.tensor([20], dtype=torch.int32)
     q = torch.randn(1, 1, 2, width)
-    out = mla_decode(q, q[..., :8], latent, rope, table, torch.tensor([20], dtype=torch.int32), softmax_scale=0.1)
-    again = mla_decode(
-        q,
-        q[..., :8],
-        latent[:1],
-        rope[:1],
-        torch.zeros_like(table),
-        torch.tensor([20], dtype=torch.int32),
-        softmax_scale=0.1,
-    )
+    out = mla_decode(q, q[..., :8], latent, rope, table, length, softmax_scale=0.1)
+    again = mla_decode(q, q[..., :8], latent[:1], rope[:1], torch.zeros_like(table), length, softmax_scale=0.1)
     assert torch.equal(out, again)
 
 

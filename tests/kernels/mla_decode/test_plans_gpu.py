@@ -66,13 +66,9 @@ def test_splits_that_were_asked_for(num_splits):
 def test_a_plan_is_for_the_lengths_it_was_refreshed_with():
     problem = Problem(32, 8, 512, 16, (100, 900, 3))
     inputs = problem.inputs(torch.bfloat16, "cuda")
-    plan = plan_mla_decode(
-        inputs["q_latent"],
-        inputs["rope_cache"],
-        inputs["block_table"],
-        torch.tensor([5, 0, 3], dtype=torch.int32, device="cuda"),
-        qk_rope_head_dim=16,
-    )
+    other = torch.tensor([5, 0, 3], dtype=torch.int32, device="cuda")
+    call = (inputs["q_latent"], inputs["rope_cache"], inputs["block_table"], other)
+    plan = plan_mla_decode(*call, qk_rope_head_dim=16)
     plan.refresh(inputs["cache_seqlens"])
     for _ in range(3):  # the layers of a model
         out, lse = mla_decode(**inputs, plan=plan, return_lse=True, backend="tilelang")
