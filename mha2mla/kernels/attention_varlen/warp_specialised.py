@@ -33,7 +33,7 @@ from mha2mla.kernels.split_kv.plan import LONGEST
 ROWS = 64  # of one warpgroup: the M of wgmma
 STAGES = 2  # tiles of keys, and of values, in flight
 TURN = 10  # named barrier of warpgroup 0's turn at the score products; the next is warpgroup 1's
-REGISTERS = {1: 240, 2: 240, 3: 160}  # a thread, by computing warpgroups
+REGISTERS = {2: 240, 3: 160}  # a thread, by computing warpgroups
 PRODUCER_REGISTERS = 24
 # (warpgroups, causal) -> most registers of accumulators at which ptxas was seen not to spill. A mask takes some as
 # well; with three warpgroups, which have 160 registers, so do the addresses of more than 128 columns of queries.

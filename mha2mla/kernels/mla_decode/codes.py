@@ -14,14 +14,13 @@ from mha2mla.geometry import CODE_BLOCK
 from mha2mla.kernels.machine import GPU, WARPGROUP, Machine
 from mha2mla.kernels.mla_decode import latent_ws, swap_ab, swap_ab_cluster, swap_ab_ws
 from mha2mla.kernels.mla_decode.codes_selection import PIECE, CodedShape
+from mha2mla.kernels.mla_decode.latent_ws import OPAQUE
 from mha2mla.kernels.mla_decode.static import MLATypes
 from mha2mla.kernels.mla_decode.swap_ab_ws import BLOCK, consume, make_streaming
 from mha2mla.kernels.row_codes.kernel import RUN, RUNS, CodedRow, Unit, dequantise
 from mha2mla.kernels.split_kv import device
 from mha2mla.kernels.split_kv.choice import KernelChoice
 
-# Access that an inline function declares for memory that it writes: as in ``latent_ws``.
-OPAQUE = "r"
 LEAST_AHEAD = 64  # registers of a thread that dequantises two units at a time
 
 INLINE = """

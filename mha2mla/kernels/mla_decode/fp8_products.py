@@ -20,7 +20,6 @@ AHEAD = 2  # steps by which codes are fetched before they are converted
 class Static(MLAStatic):
     stages = property(lambda k: k.choice.num_stages)  # tiles in flight for each of the two warpgroups
     rows = property(lambda k: k.tiling.rows)
-    page_rows = property(lambda k: min(BLOCK, k.page_size))  # rows of a tile that lie in one page
     pieces = property(lambda k: max(1, BLOCK // k.page_size))  # pages that a tile lies in
     # 64 columns each: rows of one product with the weights, depth of four with the queries
     tiles = property(lambda k: -(-k.d_c // 64))

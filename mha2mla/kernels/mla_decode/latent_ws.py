@@ -18,14 +18,13 @@ import tilelang.language as T
 from mha2mla.kernels.machine import ROW_GROUP, SWIZZLE_128, WARPGROUP, Buffers
 from mha2mla.kernels.mla_decode import swap_ab_ws
 from mha2mla.kernels.mla_decode.fp8_products import CODES
-from mha2mla.kernels.mla_decode.selection import CODE_PANEL, KEY_TILE, DecodeShape, key_blocks, key_steps
+from mha2mla.kernels.mla_decode.selection import CODE_PANEL, KEY_TILE, PANEL_BYTES, DecodeShape, key_blocks, key_steps
 from mha2mla.kernels.mla_decode.static import GROUP, MLATypes, Turn, find_scaled_turn, find_turn, position_of
 from mha2mla.kernels.mla_decode.swap_ab_ws import BLOCK, SCALE, consume, make_streaming
 from mha2mla.kernels.split_kv import device
 from mha2mla.kernels.split_kv.choice import KernelChoice
 
 SUMS = BLOCK * KEY_TILE // WARPGROUP  # accumulators of a thread
-PANEL_BYTES = BLOCK * 128  # 64 columns of a tile
 # Access that an inline function declares for a tile that it writes. Where TileLang knows of writing, it puts a barrier
 # before it, for all the warpgroups of a role together; mbarriers hold writers and readers apart.
 OPAQUE = "r"
@@ -286,7 +285,6 @@ class CodeRing:
     """Properties of a CTA to which bulk copies bring 8-bit codes, in pieces of a tile."""
 
     code_dtype, coded = CODES, ("latent_cache", "latent_scale")  # arguments: codes, and the scales of their tokens
-    page_rows = property(lambda k: min(BLOCK, k.page_size))  # of a tile, that lie in one page
 
     def allocate(self) -> dict:
         """``codes`` and ``given`` (their scales) as they come, beside the memory of the class behind this one."""

@@ -12,7 +12,7 @@ from tilelang import tvm
 
 from mha2mla.kernels.machine import GPU, Buffers, Machine
 from mha2mla.kernels.mla_decode.selection import DecodeShape
-from mha2mla.kernels.split_kv.choice import KernelChoice
+from mha2mla.kernels.split_kv.choice import TILE_TOKENS, KernelChoice
 from mha2mla.kernels.split_kv.device import Types
 
 
@@ -28,6 +28,7 @@ class MLAStatic:
     page_size = property(lambda k: k.shape.page_size)
     d_c = property(lambda k: k.shape.kv_lora_rank)
     d_r = property(lambda k: k.shape.qk_rope_head_dim)
+    page_rows = property(lambda k: min(TILE_TOKENS, k.page_size))  # of a tile, that lie in one page
 
     def rope_dim(self, column):
         """Index in its query of rope column ``column`` of the tile."""

@@ -17,7 +17,7 @@ from tilelang import tvm
 
 from mha2mla.kernels.machine import BY_ROW, ROW_GROUP, SWIZZLE_128, WARPGROUP
 from mha2mla.kernels.mla_decode import latent_ws, swap_ab_ws
-from mha2mla.kernels.mla_decode.selection import DecodeShape, RopeBlocks, halve, key_steps
+from mha2mla.kernels.mla_decode.selection import PANEL_BYTES, DecodeShape, RopeBlocks, halve, key_steps
 from mha2mla.kernels.mla_decode.static import MLATypes
 from mha2mla.kernels.split_kv import device, softmax
 from mha2mla.kernels.split_kv.choice import KernelChoice
@@ -226,7 +226,7 @@ def multiply(k, c, n, slots, memory):
                 f"multiply_weight<{k.half}>",
                 T.access_ptr(c.w[4 * (u * (k.cut.unit // 16) + s)], "r", 4),
                 c.tile_desc.data,
-                (slots[u] * (swap_ab_ws.BLOCK * k.cut.unit * 2) + s // 4 * latent_ws.PANEL_BYTES + s % 4 * 32) >> 4,
+                (slots[u] * (swap_ab_ws.BLOCK * k.cut.unit * 2) + s // 4 * PANEL_BYTES + s % 4 * 32) >> 4,
                 T.access_ptr(c.sums[0], "rw", latent_ws.SUMS),
             )
     T.warpgroup_commit_batch()
