@@ -338,11 +338,6 @@ class GQAProblem(PagedProblem):
     op = GQA
 
     @property
-    def name(self) -> str:
-        widths = self.qk_head_dim if self.qk_head_dim == self.v_head_dim else f"{self.qk_head_dim}/{self.v_head_dim}"
-        return f"H{self.heads}-G{self.num_kv_heads}-d{widths}-p{self.page_size}-q{self.seqlen_q}".replace("/", "v")
-
-    @property
     def storage(self) -> Problem:
         """An MLA problem whose latents are all heads' values, and whose rotary keys are the keys."""
         shared = {field.name: getattr(self, field.name) for field in fields(PagedProblem)}
