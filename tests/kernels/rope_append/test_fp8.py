@@ -16,6 +16,8 @@ from tests.few import few
 from tests.kernels.compiled import for_cpu, gate
 from tests.kernels.rope_append.problems import PAGE, PAGES, WITHOUT_KEYS, tensors
 
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.timeout(300)])]
+
 
 def append_arguments(tokens=11, dtype=torch.float32, device="cpu", shape=(9, 3, 48, 16, 3)):
     """Those of ``mla_append``, with a cache of e4m3 latents and their scales."""
@@ -49,24 +51,24 @@ def check_append(given: dict, **options) -> None:
     assert torch.equal(given["latent_scale"].nan_to_num(-1), expected_scale.nan_to_num(-1))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [0, 1, 11])
-def test_append_quantises(tokens, dtype):
-    check_append(append_arguments(tokens, dtype=dtype))
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("width", "dtype", "interleaved"),
+    [(48, torch.bfloat16, True), (512, torch.bfloat16, False), (80, torch.float16, False), (33, torch.float32, False)],
+)
+def test_append_quantises(width, dtype, interleaved, device):
+    """Also rows that are zero or not finite."""
+    for tokens in (0, 1, 11):
+        given = append_arguments(tokens, dtype, device, shape=(9, 3, width, 16, 3))
+        if tokens > 4:
+            given["latent"][1], given["latent"][2, 5], given["latent"][4, 0] = 0, torch.nan, torch.inf
+        check_append(given, interleaved=interleaved)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", WITHOUT_KEYS)
 def test_append_quantises_without_rotary_keys(shape, device):
     check_append(append_arguments(device=device, shape=shape))
-
-
-def test_append_of_rows_that_are_zero_or_not_finite():
-    given = append_arguments()
-    given["latent"][1] = 0
-    given["latent"][2, 5] = torch.nan
-    given["latent"][4, 0] = torch.inf
-    check_append(given, interleaved=True)
 
 
 @pytest.mark.parametrize(
@@ -138,11 +140,12 @@ def check_keys(shape, tokens=11, dtype=torch.float32, device="cpu", **options):
     assert torch.equal(given["rope_cache"][is_number], codes[is_number])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", KEYS)
-def test_append_quantises_keys(shape, dtype):
+def test_append_quantises_keys(shape, dtype, device):
     for tokens in (0, 1, 11):
-        check_keys(shape, tokens, dtype, attention_scaling=1.3)
+        check_keys(shape, tokens, dtype, device, attention_scaling=1.3)
 
 
 @pytest.mark.parametrize(
@@ -199,29 +202,7 @@ def test_kernels_of_key_codes_compile_for_hopper(shape):
         assert gate(make_append_w_uk(shape, kv_heads=2, inner=32), EXACT_PASS_CONFIGS).spill_bytes == 0
 
 
-@pytest.mark.gpu
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", KEYS)
-def test_append_of_key_codes_on_the_gpu(shape, dtype):
-    for tokens in (0, 1, 11):
-        check_keys(shape, tokens, dtype, "cuda", attention_scaling=1.3)
-
-
 @few("row_width", [80, 512], count=1)
 def test_quantising_kernel_compiles_for_hopper(row_width):
     function = make_quantize_rows(row_width=row_width, page_size=64, dtype="bfloat16")
     gate(function, EXACT_PASS_CONFIGS, limit=48 * 1024)
-
-
-@pytest.mark.gpu
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(("width", "dtype"), [(512, torch.bfloat16), (80, torch.float16), (33, torch.float32)])
-def test_append_on_the_gpu(width, dtype):
-    for tokens in (0, 1, 11):
-        given = append_arguments(tokens, dtype, "cuda", shape=(9, 3, width, 16, 3))
-        if tokens > 4:
-            given["latent"][1] = 0
-            given["latent"][2, 5] = torch.nan
-            given["latent"][4, 0] = torch.inf
-        check_append(given)
