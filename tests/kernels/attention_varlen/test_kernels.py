@@ -24,10 +24,10 @@ from mha2mla.kernels.attention_varlen.warp_specialised import (
 )
 from mha2mla.kernels.machine import SMALL_PASS_CONFIGS, compile_for
 from mha2mla.kernels.ops import capability
-from mha2mla.testing.prefill_problems import PrefillProblem, judge
+from mha2mla.testing.prefill_problems import PrefillProblem
 from tests.few import few
 from tests.gpu import graph_of
-from tests.kernels.attention_varlen.problems import MIXED, SMALL, call, check, launch, name_of
+from tests.kernels.attention_varlen.problems import MIXED, SMALL, assert_right, call, check, launch, name_of
 from tests.kernels.compiled import for_cpu, gate
 
 SHAPE = VarlenShape(32, (128,), (32,), 32, 128, True, "bfloat16")
@@ -89,8 +89,7 @@ def run_on_cpu(problem, rows=16, keys=16, section=3, inputs=None, judged=True) -
     dense = inputs | {name: [x.contiguous() for x in inputs[name]] for name in names} | {"v": inputs["v"].contiguous()}
     out, lse = launch(compiled_for_cpu(problem.shape("float32"), rows, keys), problem, dense, rows, section)
     if judged:
-        judgement = judge(problem, inputs, out, lse)
-        assert judgement.ok, judgement.reason
+        assert_right(problem, inputs, out, lse)
         assert out[sum(q for q, _ in problem.lengths) :].isnan().all(), "rows behind the last sequence are written"
     return out
 
@@ -242,8 +241,7 @@ class TestOnGPU:
             for old, new in zip(*(x if isinstance(x, list) else [x] for x in (inputs[name], tensors)), strict=True):
                 old.copy_(new)
         graph.replay()
-        judgement = judge(other, drawn, out, lse)
-        assert judgement.ok, judgement.reason
+        assert_right(other, drawn, out, lse)
 
     def test_offsets_do_not_overflow_32_bits(self):
         """Tokens whose elements lie more than 2^31 from the first."""
@@ -263,8 +261,7 @@ class TestOnGPU:
         kernel = compile_for(make_tiled(problem.shape(), block_rows=rows, block_keys=keys), here, SMALL_PASS_CONFIGS)
         inputs = problem.inputs(torch.bfloat16, "cuda")
         section = heads_at_a_time(problem.shape(), inputs["keys"][0], 14)
-        judgement = judge(problem, inputs, *launch(kernel, problem, inputs, rows, section))
-        assert judgement.ok, judgement.reason
+        assert_right(problem, inputs, *launch(kernel, problem, inputs, rows, section))
 
     def test_unaligned_inputs_are_refused(self):
         x = torch.zeros(5, 4, 20, dtype=torch.bfloat16, device="cuda")[..., 4:]

@@ -74,7 +74,8 @@ def test_kernels_write_and_merge_float32_partials(dtype):
 def test_many_splits_cost_no_digits(dtype):
     """One sequence in as many pieces as there are CTAs: rounded partials would show in the log-sum-exp and the sum."""
     from mha2mla.kernels import mla_decode
-    from mha2mla.testing.problems import Problem, judge
+    from mha2mla.testing.problems import Problem
+    from tests.kernels.problems import assert_right
 
     problem = Problem(32, 8, 512, 16, (64 * 500,))
     inputs = problem.inputs(dtype, "cuda")
@@ -82,5 +83,4 @@ def test_many_splits_cost_no_digits(dtype):
     assert plan.partial_out.dtype == plan.partial_lse.dtype == torch.float32
     out, lse = mla_decode(**inputs, plan=plan, return_lse=True, backend="tilelang")
     assert int(plan.splits[0, 0]) > 50
-    judgement = judge(inputs, out, lse)
-    assert judgement.ok, judgement.reason
+    assert_right(inputs, out, lse)
