@@ -149,9 +149,20 @@ def test_prompts_that_are_absorbed_for_their_launches(name, lengths):
     assert error(problem.run(plan), problem.exact()) < 1e-14
 
 
+@torch.no_grad()
+def kernels_of(problem, plan) -> list[str]:
+    """Names of the kernels of a call that is not the first of its plan."""
+    problem.run(plan)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        problem.run(plan)
+        torch.cuda.synchronize()
+    return [each.name for each in profile.events() if each.device_type == torch.autograd.DeviceType.CUDA]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("keys", ["computed", "kept", "int8"])
 @pytest.mark.parametrize("length", [256, 250])
+@torch.no_grad()
 def test_forms_launch_as_many_kernels_as_counted(keys, length):
     widths = Widths(9, 3, 1, 192, 128, 64, 64, 64, from_latent=keys == "computed", key_codes=keys == "int8")
     problem = Problem.make(widths, ([length], [0]), torch.bfloat16, "cuda")
@@ -162,15 +173,10 @@ def test_forms_launch_as_many_kernels_as_counted(keys, length):
         if bool(layout_of(plan).waves) is (form == "absorbed"):
             assert form == "absorbed" and keys != "int8" and length == 250  # which saves nothing
             continue
-        with torch.no_grad():
-            out = problem.run(plan)
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-                problem.run(plan)
-                torch.cuda.synchronize()
-        kernels = [each.name for each in profile.events() if each.device_type == torch.autograd.DeviceType.CUDA]
+        kernels = kernels_of(problem, plan)
         expected = costs[form].launches + 3 * (form == "absorbed" and length == 250)
         assert len(kernels) == expected, kernels
-        assert error(out, problem.exact()) < 2e-2
+        assert error(problem.run(plan), problem.exact()) < 2e-2
 
 
 def test_layers_share_the_plan_of_a_decode_call(monkeypatch):
@@ -197,13 +203,7 @@ def test_a_sequence_that_decodes_beside_a_prompt_costs_no_copy():
     problem = Problem.make(widths, ([1, 256], [300, 0]), torch.bfloat16, "cuda")
     plan = problem.plan(launch_flop=0, has_padding=False)
     assert layout_of(plan).waves
-    with torch.no_grad():
-        problem.run(plan)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            problem.run(plan)
-            torch.cuda.synchronize()
-    kernels = [each.name for each in profile.events() if each.device_type == torch.autograd.DeviceType.CUDA]
-    costs = form_costs(MLAGeometry(9, 1, 192, 128, 64, 64, 3))
+    kernels, costs = kernels_of(problem, plan), form_costs(MLAGeometry(9, 1, 192, 128, 64, 64, 3))
     # Of one token, merging and W_UV are one kernel.
     assert len(kernels) == sum(cost.launches for cost in costs.values()) - 1, kernels
 
