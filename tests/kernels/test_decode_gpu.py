@@ -604,16 +604,12 @@ def on_hopper(problem: PagedProblem, dtype: str) -> str | None:
     return problem.op.explain(problem.shape(dtype), "cuda:0")
 
 
-@pytest.mark.parametrize(
-    "case", draw_cases(28, 1, calls=1, longest=900, explain=on_hopper), ids=lambda case: name(case.problem)
-)
+# One call each of many geometries, and many of one.
+DRAWN = draw_cases(28, 1, calls=1, longest=900, explain=on_hopper)
+DRAWN += draw_cases(1, 2, calls=24, longest=900, explain=on_hopper)
+
+
+@pytest.mark.parametrize("case", DRAWN, ids=lambda case: f"{name(case.problem)}-{case.call}")
 def test_random_geometries_and_calls(case):
     """Any H, G, d_c, d_r, page and S_q of the contract; random batch, lengths, starts, window and table width."""
-    check(case.problem, getattr(torch, case.dtype), planned=bool(case.group % 4))
-
-
-@pytest.mark.parametrize(
-    "case", draw_cases(1, 2, calls=24, longest=900, explain=on_hopper), ids=lambda case: str(case.call)
-)
-def test_random_calls_of_one_geometry(case):
-    check(case.problem, getattr(torch, case.dtype), planned=bool(case.call % 4))
+    check(case.problem, getattr(torch, case.dtype), planned=bool((case.group + case.call) % 4))
