@@ -57,6 +57,7 @@ NUM_CTAS = st.sampled_from((1, 2, 3, 7, 16, 33, 132, 264))
 @settings(max_examples=400, deadline=None)
 @given(tiles=TILE_COUNTS, num_ctas=NUM_CTAS)
 def test_every_tile_belongs_to_one_fragment(tiles, num_ctas):
+    """And no CTA has more than one tile above its share."""
     work = plan_fragments(tiles, num_ctas)
     assert len(work) == num_ctas
     given_out = [[] for _ in tiles]
@@ -65,12 +66,6 @@ def test_every_tile_belongs_to_one_fragment(tiles, num_ctas):
             assert fragment.tiles > 0
             given_out[fragment.sequence] += range(fragment.first, fragment.first + fragment.tiles)
     assert given_out == [list(range(n)) for n in tiles]
-
-
-@settings(max_examples=400, deadline=None)
-@given(tiles=TILE_COUNTS, num_ctas=NUM_CTAS)
-def test_no_cta_has_more_than_one_tile_above_its_share(tiles, num_ctas):
-    work = plan_fragments(tiles, num_ctas)
     cost = sum(n + FRAGMENT_TILES for n in tiles if n)
     assert max(sum(fragment.tiles for fragment in mine) for mine in work) <= -(-cost // num_ctas) + 1
 
