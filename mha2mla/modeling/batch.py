@@ -216,14 +216,14 @@ class SequenceBatch:
         own = [i for i in self.order.tolist() if i >= 0]
         if len(parts) != len(own):
             raise ValueError(f"parts has {len(parts)} entries; expected {len(own)}, one per sequence")
+        if not parts:
+            raise ValueError("parts is empty; expected at least one sequence")
         rows = []
         for index, length in zip(self.order.tolist(), self.lengths[0].tolist(), strict=True):
             part = parts[index] if index >= 0 else parts[0].new_zeros(length, *parts[0].shape[1:])
             if part.shape[0] != length:
                 raise ValueError(f"parts[{index}] has {part.shape[0]} tokens; expected {length}")
             rows.append(part)
-        if not parts:
-            raise ValueError("parts is empty; expected at least one sequence")
         return torch.cat(rows)
 
     def unflatten(self, flat: Tensor) -> list[Tensor]:

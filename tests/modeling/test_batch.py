@@ -61,6 +61,9 @@ def test_an_empty_batch():
     batch = SequenceBatch.build([], [], [], PAGE)
     assert batch.num_sequences == batch.num_tokens == batch.max_seqlen_q == 0
     assert batch.block_table.shape == (0, 1) and batch.unflatten(torch.zeros(0, 3)) == []
+    for none in (batch, SequenceBatch.build([], [], [], PAGE, num_sequences=2)):  # rows of padding alone
+        with pytest.raises(ValueError, match="parts is empty; expected at least one sequence"):
+            none.flatten([])
 
 
 @pytest.mark.parametrize(
