@@ -156,16 +156,8 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 def check_finite(model: nn.Module) -> None:
     """Raises CheckpointError for the first parameter or buffer that has a NaN or an infinite value."""
-    tensors = {
-        name: tensor
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-        if tensor.dtype in DTYPES.values() and tensor.numel() and not tensor.is_meta
-    }
-    # The extremes of a tensor with a NaN are NaN, and one pass makes no mask as large as the tensor.
-    extremes = [torch.stack(torch.aminmax(tensor.detach())).float() for tensor in tensors.values()]
-    finite = [torch.isfinite(each).all() for each in extremes]
-    for name, fine in zip(tensors, finite, strict=True):
-        if not fine:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.dtype in DTYPES.values() and not tensor.is_meta and not is_finite(tensor.detach()):
             raise CheckpointError(f"tensor {name} has a NaN or infinite value")
 
 

@@ -167,6 +167,12 @@ def test_a_value_that_is_no_number_is_found_anywhere(value):
         tensor.data.view(-1)[-1] = kept
 
 
+def test_what_float32_cannot_hold_is_finite_in_float64():
+    model = models.mla_model().double()
+    model.lm_head.weight.data[0, 0] = 1e39
+    check_finite(model)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_one_value_makes_a_tensor_not_finite(dtype):
     """Wherever it is: in a vector register, a thread's share, or the rest."""
