@@ -336,7 +336,7 @@ class LatentCache(Cache):
         return (torch.arange(new_tokens, device=device) + self.get_seq_length()).unsqueeze(0)
 
     def advance(self, new_tokens: int) -> None:
-        """Counts ``new_tokens`` per sequence in all layers, which have written them to their places."""
+        """Counts ``new_tokens`` per sequence, which all layers have written to their slots; negative to remove."""
         # The device first: counting on the host cannot fail.
         for lengths in self._lengths():
             torch._foreach_add_(lengths, new_tokens)
@@ -393,10 +393,7 @@ class LatentCache(Cache):
                     raise ValueError(f"tokens_to_remove is {tokens_to_remove}; the cache holds {int(length)} tokens")
             else:
                 torch._assert_async(length + tokens_to_remove >= 0, f"tokens_to_remove is {tokens_to_remove}: too many")
-        for lengths in self._lengths():
-            torch._foreach_add_(lengths, tokens_to_remove)
-        for layer in self.layers:
-            layer.count(tokens_to_remove)
+        self.advance(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequence b becomes a copy of sequence ``beam_idx[b]`` [B]; addresses stay.
