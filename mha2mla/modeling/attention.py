@@ -88,13 +88,13 @@ class MLAAttention(modeling_mha2mla.MLAAttention):
 
     def _limits(self, cache: Cache | None) -> tuple[int | None, int]:
         if isinstance(cache, LatentCache):
-            return cache.constants[self.layer_idx].limits
+            return cache.layers[self.layer_idx].constants.limits
         return super()._limits(cache)
 
     def _cached_latents(self, latent: Tensor, cache: Cache) -> Tensor:
         if not isinstance(cache, LatentCache):
             return super()._cached_latents(latent, cache)
-        keys, geometry = latent[..., :0], cache.constants[self.layer_idx].geometry
+        keys, geometry = latent[..., :0], cache.layers[self.layer_idx].constants.geometry
         if geometry.has_rope_cache:
             first = cache.get_seq_length(self.layer_idx)
             positions = torch.arange(latent.shape[1], device=latent.device) + first
