@@ -116,14 +116,12 @@ def own_map(module: nn.Module) -> tuple[Tensor, Tensor] | None:
 
 
 def affine_map(module: nn.Module, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Weight [out, in] and bias [out] that a call of ``module`` applies: its own, or an adapter's around it.
+    """Weight [out, in] and bias [out] that a call of ``module`` applies, where :func:`own_map` is None; by a call.
 
     Args:
-        module: an affine map with a bias, of the signature of ``nn.Linear``.
+        module: an affine map with a bias, of the signature of ``nn.Linear``: an adapter around one, say.
         like: [..., in], of the dtype and device that ``module`` is called with.
     """
-    if (own := own_map(module)) is not None:
-        return own
     # Large, so that adding a bias of hundreds costs the weights few digits; float16 ends at 65504.
     width, scale = like.shape[-1], 2.0 ** (8 if like.dtype == torch.float16 else 16)
     probe = torch.cat((scale * torch.eye(width, dtype=like.dtype, device=like.device), like.new_zeros(1, width)))

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from mha2mla.modeling import MHA2MLAForCausalLM
-from mha2mla.modeling.decoder import affine_map
+from mha2mla.modeling.decoder import affine_map, own_map
 from tests.modeling import models
 
 IDS = torch.arange(5, 25)[None]
@@ -97,7 +97,7 @@ def test_affine_map_keeps_weights_beside_biases(dtype, roundings):
     torch.manual_seed(0)
     base = nn.Linear(64, 24, dtype=dtype)
     nn.init.constant_(base.bias, 145.0)
-    assert affine_map(base, base.weight)[0] is base.weight
+    assert own_map(base)[0] is base.weight
     adapted = Adapted(base).to(dtype)
     weight, bias = affine_map(adapted, base.weight)
     merged = base.weight.double() + adapted.up.double() @ adapted.down.double()
