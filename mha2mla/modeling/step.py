@@ -188,13 +188,11 @@ class StepPlanner:
         """Plans that are not filled yet: one per geometry, a schedule per window, and one workspace per device."""
         plan_of: dict[tuple, DecodePlan] = {}
         scheduled: dict[tuple, tuple[int, DecodePlan]] = {}
-        keys: list[tuple | None] = []
-        for index, (layer, wanted, batch) in enumerate(zip(layers, attends, batches, strict=True)):
-            table, limits = batch.block_table, layer.constants.limits
-            key = (layer.backend.name, layer.constants.geometry, limits, table.device) if wanted else None
-            keys.append(key)
+        keys = plan_keys(layers, attends, batches)
+        for index, (key, layer, batch) in enumerate(zip(keys, layers, batches, strict=True)):
             if key is None or key in plan_of:
                 continue
+            table, limits = batch.block_table, layer.constants.limits
             plan = layer.backend.plan_decode(layer.tensors, table, query_length, layer.constants, layer.dtype)
             # A schedule says which tokens go to which CTA: layers of other widths share it if they launch as many CTAs.
             same_schedule = (plan.num_ctas, limits, table.device)
@@ -209,21 +207,27 @@ class StepPlanner:
         return DecodePlans(of_layer, tuple([index for index, _ in scheduled.values()]))
 
 
+def plan_keys(layers: Sequence[CacheLayer], attends: Sequence[bool], batches: Sequence[Batch]) -> list[tuple | None]:
+    """Per layer a key, equal for layers that share a plan; None where its backend does not attend."""
+    return [
+        (layer.backend.name, layer.constants.geometry, layer.constants.limits, batch.block_table.device)
+        if wanted
+        else None
+        for layer, wanted, batch in zip(layers, attends, batches, strict=True)
+    ]
+
+
 def mixed_plans(
     layers: Sequence[CacheLayer], attends: Sequence[bool], batches: Sequence[Batch]
 ) -> tuple[MixedPlan | None, ...]:
-    """Per layer a plan for queries of any length, None where its backend does not attend; one for all layers of the
-    same backend, geometry, window, sinks and device."""
-    keys = [
-        (layer.backend.name, layer.constants.geometry, layer.constants.limits, batch.cache_seqlens.device)
-        for layer, batch in zip(layers, batches, strict=True)
-    ]
+    """Per layer a plan for queries of any length, None where its backend does not attend."""
+    keys = plan_keys(layers, attends, batches)
     plans: dict[tuple, MixedPlan] = {}
-    for key, layer, wanted, batch in zip(keys, layers, attends, batches, strict=True):
-        if wanted and key not in plans:
+    for key, layer, batch in zip(keys, layers, batches, strict=True):
+        if key is not None and key not in plans:
             plans[key] = layer.backend.plan(layer.tensors, batch, layer.constants, layer.dtype)
     shared = dict(zip(plans, with_one_workspace(plans.values(), ("workspace",), {}), strict=True))
-    return tuple([shared[key] if wanted else None for key, wanted in zip(keys, attends, strict=True)])
+    return tuple([None if key is None else shared[key] for key in keys])
 
 
 def with_one_workspace(
