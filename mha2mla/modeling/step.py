@@ -240,12 +240,8 @@ def with_one_workspace(
             mine = getattr(plan, name)
             if (name, mine.device) not in workspaces or mine.numel() > workspaces[name, mine.device].numel():
                 workspaces[name, mine.device] = mine.flatten()
-        plans = [_over(plan, name, workspaces) for plan in plans]
+        for index, plan in enumerate(plans):
+            if (mine := getattr(plan, name)).numel():
+                whole = workspaces[name, mine.device]
+                plans[index] = replace(plan, **{name: whole[: mine.numel()].view(mine.shape)})
     return plans
-
-
-def _over(plan: Plan, name: str, workspaces: Mapping[tuple[str, torch.device], Tensor]) -> Plan:
-    mine = getattr(plan, name)
-    if mine.numel() == 0:
-        return plan
-    return replace(plan, **{name: workspaces[name, mine.device][: mine.numel()].view(mine.shape)})
