@@ -95,14 +95,6 @@ class Processes:
         return value
 
 
-def own_device(device: torch.device) -> torch.device:
-    """The device of this process, of several the GPU with its local rank."""
-    if device.type == "cuda" and process_count() > 1:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    return device
-
-
 _EVALUATION_LENGTH = 512
 _PIECES, _CHECKPOINTS, _PLAN, _FIRST_STEPS, _MEMORY = "pieces", "checkpoints", "plan", "first-steps", "memory"
 
@@ -294,10 +286,14 @@ def heal(
 
 
 def _device(device: str | torch.device | None) -> torch.device:
+    """The device of this process, of several the GPU with its local rank."""
     place = compute_device(device)
     if place.type not in ("cpu", "cuda") or place.index not in (None, 0):
         raise ValueError(f"device is {str(place)!r}; expected cpu or cuda (CUDA_VISIBLE_DEVICES chooses among GPUs)")
-    return own_device(place)
+    if place.type == "cuda" and process_count() > 1:
+        place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(place)
+    return place
 
 
 def _open(source: str | os.PathLike[str], converted: str | os.PathLike[str]) -> tuple[Source, OpenedFolder]:
