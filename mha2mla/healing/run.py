@@ -310,9 +310,9 @@ def _settings(preset: str, given: Mapping[str, Any], source: Source, text: str |
             tokens than the smallest step.
     """
     context = getattr(source.config, "max_position_embeddings", None)
-    lengths = {} if isinstance(text, str) else {"lengths": sorted({part.shape[-1] for part in listed(text)})}
-    if lengths:
-        given = {**given, "length": lengths["lengths"][0], "long_length": lengths["lengths"][-1]}
+    if not isinstance(text, str):
+        lengths = sorted({part.shape[-1] for part in listed(text)})
+        given = {**given, "length": lengths[0], "long_length": lengths[-1]}
     settings = Settings.of(preset, context=context, **given)
     for name in ("length", "long_length"):
         check_length(source.spec, getattr(settings, name), f"{name} is {getattr(settings, name)}")
