@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mha2mla.checkpoints import check_path, find_converted
-from mha2mla.conversion.calibration.blocks import TokenBlocks, Windows, check_length, listed, nearest_length
+from mha2mla.conversion.calibration.blocks import Windows, check_length, listed, nearest_length
 from mha2mla.conversion.calibration.texts import check_text, recorded_name
 from mha2mla.conversion.calibration.windows import checked_windows
 from mha2mla.conversion.destination import WORK_FOLDER, check_destination, temporary_folder
@@ -239,12 +239,14 @@ def heal(
                 "perplexity_source": source_perplexity(models.teacher, held_out),
                 "seconds": text_seconds,
             }
-            tried: tuple[dict[str, float], ...] = ()
+            tried: list[dict[str, float]] = []
             if chosen.rate is None:
                 tried = processes.share(
-                    lambda: _first_steps(
-                        distillation, blocks, held_out, chosen, pieces, progress,
-                        weights=weights, held_out_weights=held_out_weights,
+                    lambda: _once(
+                        pieces, _FIRST_STEPS, "measuring the rate", progress,
+                        lambda: first_steps(
+                            distillation, blocks, held_out, chosen, weights=weights, held_out_weights=held_out_weights
+                        ),
                     )
                 )  # fmt: skip
                 chosen = replace(chosen, rate=measured_rate(tried))
@@ -268,7 +270,7 @@ def heal(
                 report = HealingReport(
                     destination=str(final),
                     settings=chosen,
-                    first_steps=tried,
+                    first_steps=tuple(tried),
                     trained=result,
                     text=about,
                     rows=tuple(rows),
@@ -386,51 +388,39 @@ def _open_work(work: Path, request: dict[str, Any], resume: str) -> WorkFolder:
     return WorkFolder(work / _PIECES, request)
 
 
+def _once(pieces: WorkFolder, name: str, what: str, progress: bool, measure: Callable[[], T]) -> T:
+    """``measure()``, whose result a run that goes on finds in ``pieces``."""
+    if (saved := pieces.get(name)) is not None:
+        return saved[1]
+    with waiting(what, show=progress):
+        found = measure()
+    pieces.put(name, {}, found)
+    return found
+
+
 def _memory(
     settings: Settings, distillation: Distillation, models: Models, pieces: WorkFolder, progress: bool
 ) -> tuple[int, bool]:
-    """Tokens at once that fit a GPU's memory, and whether activations are recomputed; tried once, and found by a run
-    that goes on."""
-    if (saved := pieces.get(_MEMORY)) is not None:
-        return tuple(saved[1])
-    with waiting("trying how many tokens fit the memory", show=progress):
+    """Tokens at once that fit a GPU's memory, and whether activations are recomputed."""
+
+    def measure() -> tuple[int, bool]:
         found = fit_memory(settings, models, distillation)
-    pieces.put(_MEMORY, {}, [found.tokens_at_once, models.recomputes])
-    return found.tokens_at_once, models.recomputes
+        return found.tokens_at_once, models.recomputes
+
+    return tuple(_once(pieces, _MEMORY, "trying how many tokens fit the memory", progress, measure))
 
 
 def _budget(settings: Settings, distillation: Distillation, source: Source, pieces: WorkFolder, progress: bool) -> int:
-    """Tokens to train on, of all processes; what minutes come to is measured once, and found by a run that goes on."""
+    """Tokens to train on, of all processes."""
     if settings.minutes is None:
         return settings.tokens
-    if (saved := pieces.get(_PLAN)) is not None:
-        return saved[1]
-    with waiting("measuring tokens per second", show=progress):
+
+    def measure() -> int:
         tokens = tokens_in(settings.minutes, distillation, settings, source.config.vocab_size)
-    tokens *= process_count()  # one process was timed
-    tokens = tokens if settings.tokens is None else min(tokens, settings.tokens)
-    pieces.put(_PLAN, {}, tokens)
-    return tokens
+        tokens *= process_count()  # one process was timed
+        return tokens if settings.tokens is None else min(tokens, settings.tokens)
 
-
-def _first_steps(
-    distillation: Distillation,
-    blocks: TokenBlocks,
-    held_out: TokenBlocks,
-    settings: Settings,
-    pieces: WorkFolder,
-    progress: bool,
-    *,
-    weights: Tensor | None,
-    held_out_weights: Tensor | None,
-) -> tuple[dict[str, float], ...]:
-    """As :func:`~mha2mla.healing.rate.first_steps`; measured once, and found by a run that goes on."""
-    if (saved := pieces.get(_FIRST_STEPS)) is not None:
-        return tuple(saved[1])
-    with waiting("measuring the rate", show=progress):
-        rows = first_steps(distillation, blocks, held_out, settings, weights=weights, held_out_weights=held_out_weights)
-    pieces.put(_FIRST_STEPS, {}, rows)
-    return tuple(rows)
+    return _once(pieces, _PLAN, "measuring tokens per second", progress, measure)
 
 
 def device_use(models: Models, device: torch.device, speed: float) -> dict[str, Any]:
