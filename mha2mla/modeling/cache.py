@@ -142,15 +142,8 @@ class LatentCache(Cache):
         self.captured: Any = None
         self.planner, self.planned_for = StepPlanner(), None
         # Under a window of the user's a mask of the expanded form would be as large as queries times keys.
-        served = (config.attention_backend, config.attention_window is not None)
-        super().__init__(
-            layers=[
-                LatentLayer(constants, page_size, max_cache_len, *served) for constants in config.attention_constants()
-            ]
-        )
-        if max_cache_len is None:
-            for layer in self.layers:
-                layer.max_pages = -(-room // page_size)
+        given = (page_size, max_cache_len, room, config.attention_backend, config.attention_window is not None)
+        super().__init__(layers=[LatentLayer(constants, *given) for constants in config.attention_constants()])
 
     def sharing_pages(self, *, static: bool) -> LatentCache:
         """Another cache over the same pages, lengths on the device and plans: a static one, for a cache that holds

@@ -19,7 +19,7 @@ from mha2mla.kernels import (
 )
 from mha2mla.modeling.backends import ATTENTION_BACKENDS, append_latents
 from mha2mla.modeling.batch import UniformBatch
-from mha2mla.modeling.cache_layout import PAGE_SIZE, CacheLayout, in_bytes, quantizer_of
+from mha2mla.modeling.cache_layout import CacheLayout, in_bytes, quantizer_of
 from mha2mla.modeling.registry import AttentionBackend, AttentionConstants
 from mha2mla.modeling.served import name_over_cache
 
@@ -47,6 +47,7 @@ class LatentLayer(CacheLayerMixin):
     side and the expanded form reads them as a view.
 
     Args:
+        page_size, max_cache_len, room: of the cache.
         backend_name: of what serves it: :meth:`choose`.
         prefills: its backend serves prompts too, if it can, also where it is not asked for by name.
 
@@ -65,10 +66,11 @@ class LatentLayer(CacheLayerMixin):
     def __init__(
         self,
         constants: AttentionConstants,
-        page_size: int = PAGE_SIZE,
-        max_cache_len: int | None = None,
-        backend_name: str | None = None,
-        prefills: bool = False,
+        page_size: int,
+        max_cache_len: int | None,
+        room: int,
+        backend_name: str | None,
+        prefills: bool,
     ) -> None:
         super().__init__()
         self.constants, self.geometry = constants, constants.geometry
@@ -78,7 +80,7 @@ class LatentLayer(CacheLayerMixin):
         self._absorbs_up_to = absorbs_up_to(self.geometry)
         self.max_cache_len = max_cache_len
         self.is_compileable = max_cache_len is not None
-        self.max_pages = 0 if max_cache_len is None else -(-max_cache_len // page_size)
+        self.max_pages = -(-(room if max_cache_len is None else max_cache_len) // page_size)
         # Known on the host, so that a first call needs no look at the device. Dynamic layers know their length as well;
         # static ones keep it on the device only: a graph captured at one length is replayed at others.
         self.is_empty = True
