@@ -113,9 +113,6 @@ def test_a_run_that_goes_on_adds_the_time_before(folders, tmp_path, monkeypatch)
     now = [0.0]
     monkeypatch.setattr(training, "_now", lambda _: now.__setitem__(0, now[0] + 1) or now[0])
 
-    def interrupt(*_, **__):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(run, "write_healed", interrupt)
         heal(folders, tmp_path / "out")
@@ -173,6 +170,10 @@ def test_a_share_of_the_text_is_the_conversions_own(folders, tmp_path, monkeypat
     keys = {"text": "builtin:prose", "text_tokens": 1280, "length": 32, "long_length": 32}
     report = heal(folders, tmp_path / "out", own_share=0.1, **keys)
     assert written == [("mha2mla", 128)] and report.text["unique_tokens"] == 1280 - 64
+
+
+def interrupt(*_, **__):
+    raise KeyboardInterrupt
 
 
 class Steps:
@@ -301,9 +302,6 @@ def test_fewer_steps_where_minutes_are_short(folders, tmp_path, monkeypatch, cap
     planned = {step: (1 - (step - 3) / 38) for step in range(3, 12)}  # the rate of step 11 was set before step 10 ended
     assert rates == pytest.approx({1: 0, 2: 0.5, **planned, **{step: 1 - (step - 2) / 24 for step in range(12, 26)}})
 
-    def interrupt():
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         Steps(patch, at=37, ends=interrupt)
         heal(folders, tmp_path / "out", **keys)
@@ -322,9 +320,6 @@ def test_fewer_steps_where_the_machine_gets_busier(folders, tmp_path, monkeypatc
 
 
 def test_other_settings_do_not_go_on(folders, tmp_path, monkeypatch, capsys):
-    def interrupt():
-        raise KeyboardInterrupt
-
     log = tmp_path / "new" / "curve.json"
     with monkeypatch.context() as patch:
         Steps(patch, at=13, ends=interrupt)
