@@ -44,10 +44,6 @@ def masked(model, ids: torch.Tensor, starts: list[int], window: int, sinks: int)
     return logits
 
 
-def padding(starts: list[int], length: int) -> torch.Tensor:
-    return (torch.arange(length) >= torch.tensor(starts)[:, None]).long()
-
-
 def seen_errors(logits: torch.Tensor, expected: torch.Tensor, starts: list[int]) -> float:
     """The largest relative error of a row, padding left out."""
     return max(models.relative_error(logits[i, s:], expected[i, s:]) for i, s in enumerate(starts))
@@ -60,7 +56,7 @@ def test_prefill_chunks_and_decode_equal_masks(case, limits, form):
     model, starts = model_in_float64(case, *limits), [0, 5, 13]
     model.config.attention_backend = models.FORMS[form]
     ids = models.tokens(3, 75)
-    expected, mask = masked(model, ids, starts, *limits), padding(starts, 75)
+    expected, mask = masked(model, ids, starts, *limits), models.left_mask(75, *starts)
     assert models.relative_error(expected[0], masked(model, ids, starts, 200, 0)[0]) > 1e-3, "the window is seen"
     assert seen_errors(model(ids, attention_mask=mask, use_cache=False).logits, expected, starts) < TOLERANCE
     for static in (False, True):
@@ -93,7 +89,7 @@ def test_other_caches_and_implementations(case, kind, attention):
     model, starts = model_in_float64(case, 10, 3), [0, 6]
     model.set_attn_implementation(attention)
     ids = models.tokens(2, 40)
-    expected, mask = masked(model, ids, starts, 10, 3), padding(starts, 40)
+    expected, mask = masked(model, ids, starts, 10, 3), models.left_mask(40, *starts)
     if kind == "none":
         logits = model(ids, attention_mask=mask, use_cache=False).logits
     else:
@@ -135,7 +131,7 @@ def test_generate_takes_a_window_for_one_call(case, backend):
     """And says what the masked model says, whatever serves it; the config, and other calls, stay as they are."""
     model, starts = model_in_float64(case), [0, 4]
     model.config.attention_backend = backend
-    ids, mask = models.tokens(2, 24), padding(starts, 24)
+    ids, mask = models.tokens(2, 24), models.left_mask(24, *starts)
     expected = greedy(model, ids, starts, 12, 3, 14)
     options = {"attention_mask": mask, "max_new_tokens": 14, "do_sample": False}
     limits = {"attention_window": 12, "num_sink_tokens": 3}
