@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -195,6 +197,19 @@ def batch_logits(model, cache, new: dict[int, torch.Tensor], **options) -> dict[
         if index >= 0 and batch.lengths[0, row]:
             assert relative_error(last[row], logits[index][-1]) < TOLERANCE
     return dict(zip(new, logits, strict=True))
+
+
+def batch_errors(model, cache, ids, expected, steps: Iterable[dict[int, int]]) -> list[float]:
+    """Relative errors of the logits of ``steps`` over a paged cache: in each, how many more tokens of which rows of ids
+    [B, T] come, against ``expected`` [B, T, V]."""
+    sequences, done, errors = [cache.open() for _ in ids], [0] * len(ids), []
+    for counts in steps:
+        parts = {row: slice(done[row], done[row] + count) for row, count in counts.items()}
+        logits = batch_logits(model, cache, {sequences[row]: ids[row, part] for row, part in parts.items()})
+        for row, part in parts.items():
+            done[row] = part.stop
+            errors += [relative_error(logits[sequences[row]], expected[row, part])] if counts[row] else []
+    return errors
 
 
 def tokens(batch: int, length: int) -> torch.Tensor:

@@ -23,21 +23,10 @@ def test_mixed_steps_equal_each_sequence_alone(case):
     expected = model(ids, use_cache=False).logits
     cache = model.paged_cache(num_pages=20, page_size=16)
     assert cache.nbytes == 20 * 16 * model.config.cache_bytes_per_token(4)
-    first, second, third = (cache.open() for _ in range(3))
-    done = dict.fromkeys((first, second, third), 0)
     # a prompt; a chunk of a long one beside a decode; all three, with a draft; a chunk over a longer context
-    for counts in (
-        {first: 11},
-        {first: 1, second: 30},
-        {third: 25, first: 1, second: 20},
-        {second: 4, first: 12, third: 0},
-        {first: 1, second: 1, third: 9},
-    ):
-        new = {sequence: ids[sequence, done[sequence] : done[sequence] + n] for sequence, n in counts.items()}
-        for sequence, logits in models.batch_logits(model, cache, new).items():
-            part = expected[sequence, done[sequence] : done[sequence] + counts[sequence]]
-            assert not len(part) or models.relative_error(logits, part) < TOLERANCE
-            done[sequence] += counts[sequence]
+    steps = ({0: 11}, {0: 1, 1: 30}, {2: 25, 0: 1, 1: 20}, {1: 4, 0: 12, 2: 0}, {0: 1, 1: 1, 2: 9})
+    errors = models.batch_errors(model, cache, ids, expected, steps)
+    assert len(errors) == 11 and max(errors) < TOLERANCE
 
 
 @pytest.mark.parametrize("rope_from_latent", [False, True])
