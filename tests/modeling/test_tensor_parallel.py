@@ -133,10 +133,7 @@ def test_the_plan_is_the_sources_but_for_its_attention():
     }
 
 
-def test_heads_that_cannot_be_split_are_refused():
-    attention = models.mla_model().model.layers[0].self_attn
-    with pytest.raises(ValueError, match="tensor_parallel_size is 4; expected a divisor of the 6 query heads"):
-        attention.split_heads(0, 4)
+def test_queries_normed_over_all_heads_are_not_split():
     normed = models.full_rank(models.source_model("olmo2")).model.layers[0].self_attn
     with pytest.raises(ValueError, match="q_norm is over 48 numbers, all heads"):
         normed.split_heads(0, 2)

@@ -230,9 +230,3 @@ def test_layers_that_are_compiled_ahead_are_a_ranks(ranks):
 
     assert found([64, 96]) == [(64, 4), (96, 4)] and found([64, 64]) == [(64, 4)]
     assert found([64, 40]) == [(64, 16), (40, 16)] and found([64, 64], torch.float32) == [(64, 16)]
-
-
-@pytest.mark.parametrize("ranks", [5, 0, -1])
-def test_ranks_that_cannot_share_the_heads_are_refused(ranks):
-    with pytest.raises(ValueError, match=f"tensor_parallel_size is {ranks}; expected a divisor of the 6 query heads"):
-        engine_layers(mla_config("latent"), torch.bfloat16, ranks)

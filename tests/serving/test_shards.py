@@ -81,8 +81,9 @@ def test_heads_are_split_with_what_they_share(heads, rope, up, size, local):
 
 
 def test_indivisible_head_counts_are_refused():
-    with pytest.raises(ValueError, match="tensor_parallel_size is 2; expected a divisor of the 9 query heads"):
-        HeadShard.of(MLAGeometry(9, 3, **GEOMETRY), 0, 2)
+    for size in (2, 0, -1):
+        with pytest.raises(ValueError, match=f"tensor_parallel_size is {size}; expected a divisor of the 9 query head"):
+            HeadShard.of(MLAGeometry(9, 3, **GEOMETRY), 0, size)
     with pytest.raises(ValueError, match="3 query heads; expected a multiple or a divisor of the 2 that share one of"):
         HeadShard.of(MLAGeometry(6, 3, **GEOMETRY), 0, 2)
     with pytest.raises(ValueError, match="rank is 2; expected 0 to 1"):
