@@ -150,8 +150,3 @@ def test_adamw_is_torchs(folders):
     optimizer = make_optimizer(student, settings)
     assert type(optimizer) is torch.optim.AdamW
     assert optimizer.defaults["betas"] == (0.9, 0.95) and optimizer.defaults["weight_decay"] == 0.0
-
-
-def test_another_one_is_refused():
-    with pytest.raises(ValueError, match="optimizer is 'adam'; expected one of 'orthogonal', 'muon', 'adamw'"):
-        Settings.of("quick", optimizer="adam")

@@ -135,8 +135,3 @@ def test_heal_measures_its_rate_once(optimizer, folders, tmp_path, monkeypatch):
     given = mha2mla.heal(*folders, tmp_path / "given", **keys, rate=report.settings.rate)
     assert given.first_steps == () and given.lines()["rate"] == f"{report.settings.rate:.3g} by {optimizer}"
     assert given.weights_sha256 == report.weights_sha256
-
-
-def test_a_rate_of_the_latent_alone(folders):
-    with pytest.raises(ValueError, match=r"latent_rate is 0.001 and rate is None; expected a rate beside it"):
-        Settings.of("quick", latent_rate=1e-3)

@@ -520,6 +520,8 @@ def test_bad_arguments_are_refused_by_name(folders, tmp_path):
         ({"train": "mlp"}, "train is 'mlp'; expected one of 'attention', 'lora', 'all'"),
         ({"rte": 1e-4}, "'rte' is no setting of healing; did you mean 'rate'"),
         ({"rate": 0.0}, "rate is 0.0; expected a number above 0"),
+        ({"rate": None, "latent_rate": 1e-3}, "latent_rate is 0.001 and rate is None; expected a rate beside it"),
+        ({"optimizer": "adam"}, "optimizer is 'adam'; expected one of 'orthogonal', 'muon', 'adamw'"),
         ({"tokens": 0}, "tokens is 0; expected a whole number"),
         ({"tokens": 31}, "tokens is 31; expected at least 32: a step has a window of long_length"),
         ({"text": "builtin:proze"}, "did you mean 'builtin:prose'"),
