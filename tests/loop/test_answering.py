@@ -18,10 +18,9 @@ from mha2mla.eval.loading import kernels_dtype, load_model
 from mha2mla.loop import Loop, Sampling
 from mha2mla.loop.answering import Conversation, answer_all, loop_for, served, token_ids
 from mha2mla.prompts import Answers, checkpoint_digest, read_prompts
-from tests.commands import run
+from tests.commands import ROOT, run
 from tests.conversion import tiny
 
-ROOT = Path(__file__).parents[2]
 PROMPTS = ["Keys and values", "Keys and queries, and more", "Light"]
 MADE_BY = {"model": "m", "sampling": {}}
 TEMPLATE = (

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from mha2mla.modeling import MHA2MLAForCausalLM
+from tests.commands import ROOT
 from tests.modeling import models
-from tests.modeling.test_tensor_parallel import OPTIONS, ROOT, prompt, write, write_source
+from tests.modeling.test_tensor_parallel import OPTIONS, prompt, write, write_source
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from mha2mla.modeling import LatentCache, MHA2MLAForCausalLM, PagedSource
 from mha2mla.modeling.tensor_parallel import tensor_parallel_plan
+from tests.commands import ROOT
 from tests.modeling import models
 
 # A rotary key per head and per group, or none cached; norms of queries, biases, ranks by layer, windows, codes.
 CASES = ("per-group", "per layer", "some sliding", "latent qk-norm", "per-head", "kept qk-norm", "latent codes")
 OPTIONS = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
-ROOT = Path(__file__).parents[2]
 
 
 def prompt() -> dict[str, torch.Tensor]:
