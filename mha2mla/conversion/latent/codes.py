@@ -94,11 +94,10 @@ def _divergences(
                 for part in windows.batches(BATCH_TOKENS):
                     store.write(part, forward(tensors, store.read(part, model.device)))
             model.source.release()
-        norm, head = model.final_norm(), model.head_rows(0, model.vocab_size)
-        found = dict.fromkeys(_CODES, 0.0)
+        to_logits, found = model.to_logits(), dict.fromkeys(_CODES, 0.0)
         for block in range(len(windows)):
             read = slice(block, block + 1), model.device
-            expected, *coded = ((norm(streams[bits].read(*read)) @ head.T).float().log_softmax(-1) for bits in widths)
+            expected, *coded = (to_logits(streams[bits].read(*read)).log_softmax(-1) for bits in widths)
             for bits, each in zip(_CODES, coded, strict=True):
                 found[bits] += float(kl_divergence(expected, each).sum()) / windows.tokens.numel()
     return found
@@ -147,12 +146,12 @@ def streamed_statistics(
 
 def _write_gradients(model: StreamedModel, hidden: ActivationStore, generator: torch.Generator) -> None:
     """Last hidden states give way to gradients of -log p of tokens that are drawn from their predictions."""
-    norm, head = model.final_norm(), model.head_rows(0, model.vocab_size)
+    to_logits = model.to_logits()
     for block in range(len(hidden)):
         part = slice(block, block + 1)
         states = hidden.read(part, model.device).requires_grad_()
         with torch.enable_grad():
-            logits = (norm(states) @ head.T).float()[0]
+            logits = to_logits(states)[0]
             drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)[:, 0]
             (slope,) = torch.autograd.grad(F.cross_entropy(logits, drawn, reduction="sum"), states)
         hidden.write(part, slope)

@@ -251,16 +251,13 @@ def _divergences(
     model: StreamedModel, clean: ActivationStore, perturbed: Sequence[ActivationStore], progress: bool | Span
 ) -> list[float]:
     """KL(source ‖ perturbed) in nats per token, for every stream of last hidden states."""
-    norm, head = model.final_norm(), model.head_rows(0, model.vocab_size)
-
-    def predictions(hidden: torch.Tensor) -> torch.Tensor:
-        return (norm(hidden) @ head.T).float().log_softmax(-1)
-
+    to_logits = model.to_logits()
     totals = torch.zeros(len(perturbed), dtype=torch.float64, device=model.device)
     parts = list(itertools.product(range(len(clean)), range(0, clean.blocks.size, _PREDICTED_TOKENS)))
     for block, start in progress_bar(parts, desc="layer ranks compared", unit="part", show=progress):
         here = block, slice(start, start + _PREDICTED_TOKENS), model.device
-        expected = predictions(clean.tokens(*here))
+        expected = to_logits(clean.tokens(*here)).log_softmax(-1)
         for index, store in enumerate(perturbed):
-            totals[index] += kl_divergence(expected, predictions(store.tokens(*here))).sum(dtype=torch.float64)
+            found = to_logits(store.tokens(*here)).log_softmax(-1)
+            totals[index] += kl_divergence(expected, found).sum(dtype=torch.float64)
     return (totals / clean.blocks.tokens.numel()).tolist()

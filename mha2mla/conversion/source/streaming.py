@@ -142,6 +142,11 @@ class StreamedModel:
         name = "model.embed_tokens.weight" if self.config.tie_word_embeddings else "lm_head.weight"
         return self.source.rows(name, start, stop).to(self.device, self.dtype)
 
+    def to_logits(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Final norm and whole head, kept in memory by the function: last hidden states → logits in float32."""
+        norm, head = self.final_norm(), self.head_rows(0, self.vocab_size)
+        return lambda hidden: (norm(hidden) @ head.T).float()
+
     def _tensor(self, name: str) -> torch.Tensor:
         # A bfloat16 frequency is off by whole turns.
         dtype = torch.float32 if name.endswith("inv_freq") else self.dtype
