@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.generate import replay_seconds, wait
 from benchmarks.recording import Recording, command
-from benchmarks.step_timeline import by_plain_torch, distances
+from benchmarks.step_timeline import by_plain_torch, distances, fill
 from mha2mla.loop import Loop, Sampling
 from mha2mla.modeling import PagedSource, paged_model
 from mha2mla.modeling.captured import Recorder
@@ -68,9 +68,7 @@ def filled_loop(
     pages = -(-(context + steps) // PAGE)
     sizes = {"num_pages": batch * pages, "page_size": PAGE, "max_sequences": batch, "max_length": pages * PAGE}
     loop = Loop(model, **sizes, share_prefixes=False, recorder=recorder)
-    for tensors in loop.cache.tensors:
-        for tensor in tensors.values():
-            tensor.normal_()
+    fill(loop.cache)
     sequences = [loop.cache.open() for _ in range(batch)]
     for sequence in sequences:
         loop.cache.extend({sequence: context - 1})

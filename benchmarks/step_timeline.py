@@ -81,6 +81,13 @@ def _nothing(*_: object) -> None:
     """A hook that leaves everything as it is."""
 
 
+def fill(cache: PagedCache) -> None:
+    """Pages of random numbers."""
+    for tensors in cache.tensors:
+        for tensor in tensors.values():
+            tensor.normal_()
+
+
 def prepared(cache: PagedCache, batch: int, context: int) -> tuple[AttentionStep, list[int]]:
     """A step of one new token in each of ``batch`` sequences, which have ``context`` tokens with it."""
     sequences = [cache.open() for _ in range(batch)]
@@ -115,6 +122,12 @@ def replay_ms(graph: torch.cuda.CUDAGraph, seconds: float = 0.0, least: int = 5)
     return median(times)
 
 
+def gpu_events(profiler: Any) -> list[Any]:
+    """What a torch profiler has seen on the GPU, in order."""
+    events = (event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+    return sorted(events, key=lambda event: event.time_range.start)
+
+
 def kernels_of(graph: torch.cuda.CUDAGraph) -> list[dict[str, Any]]:
     """The kernels of a replay in order: name, microseconds, and the gap before each."""
     from torch.profiler import ProfilerActivity, profile
@@ -123,9 +136,8 @@ def kernels_of(graph: torch.cuda.CUDAGraph) -> list[dict[str, Any]]:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         graph.replay()
         torch.cuda.synchronize()
-    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     found, before = [], None
-    for event in sorted(events, key=lambda event: event.time_range.start):
+    for event in gpu_events(profiler):
         gap = 0.0 if before is None else event.time_range.start - before
         before = max(before or 0.0, event.time_range.end)
         found.append({"kernel": event.name[:90], "us": event.time_range.elapsed_us(), "gap_us": gap})
@@ -245,9 +257,7 @@ def step_timeline(
         model = build(name, layers, False, torch.device("cuda"), torch.bfloat16)
         page = 64
         cache = model.paged_cache(max(batch * -(-context // page) for batch, context in chosen), page)
-        for tensors in cache.tensors:
-            for tensor in tensors.values():
-                tensor.normal_()
+        fill(cache)
         if timeline:
             print_table(products(model, rate["R"]), title=f"{name}: what a layer's products read")
         for batch, context in chosen:

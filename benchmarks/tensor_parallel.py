@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 from benchmarks.recording import Recording, command
-from benchmarks.step_timeline import captured, judge, layout_config, prepared, replay_ms
+from benchmarks.step_timeline import captured, fill, gpu_events, judge, layout_config, prepared, replay_ms
 from mha2mla.modeling import MHA2MLAForCausalLM
 
 READ_RATE = 4e12
@@ -56,9 +56,7 @@ def local_bytes(model: MHA2MLAForCausalLM) -> int:
 def measure(model: MHA2MLAForCausalLM, batch: int, context: int, replays: int) -> dict[str, Any]:
     """One row."""
     cache = model.paged_cache(batch * -(-context // 64) + 32)
-    for tensors in cache.tensors:
-        for tensor in tensors.values():
-            tensor.normal_()
+    fill(cache)
     step, sequences = prepared(cache, 1, 2048)
     found = judge(model, cache, step, torch.zeros(1, dtype=torch.long, device=model.device))
     cache.close(sequences[0])
@@ -89,8 +87,8 @@ def _parts(graph: torch.cuda.CUDAGraph, replays: int = 3) -> dict[str, float]:
         for _ in range(replays):
             graph.replay()
         torch.cuda.synchronize()
-    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    last = sorted(events, key=lambda event: event.time_range.start)[-(len(events) // replays) :]
+    events = gpu_events(profiler)
+    last = events[-(len(events) // replays) :]
     names = {"collectives_ms": "nccl", "decode_ms": "mla_decode_"}
     return {
         key: sum(event.time_range.elapsed_us() for event in last if name in event.name) / 1e3

@@ -2,16 +2,14 @@
 
 import torch
 
-from benchmarks.step_timeline import build, in_parts, judge, prepared, products, summary
+from benchmarks.step_timeline import build, fill, in_parts, judge, prepared, products, summary
 
 
 @torch.no_grad()
 def test_a_way_that_is_wrong_is_said_to_be():
     model = build("per head 512+16", 1, True, torch.device("cpu"), torch.float32)
     cache = model.paged_cache(8, 16)
-    for tensors in cache.tensors:
-        for tensor in tensors.values():
-            tensor.normal_()
+    fill(cache)
     (step, sequences), ids = prepared(cache, 1, 40), torch.zeros(1, dtype=torch.long)
     assert cache.allocator.length(sequences[0]) == 40
     found = judge(model, cache, step, ids)
