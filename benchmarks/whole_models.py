@@ -77,6 +77,10 @@ class Case:
     def title(self) -> str:
         return f"{self.name} {self.way}"
 
+    def pages(self, model: Any, count: int) -> PagedCache:
+        """An empty cache with the way's rotary keys, of which a source has none."""
+        return model.paged_cache(count, rotary_key_cache=getattr(self.config, "rotary_key_cache", None))
+
 
 def cases(name: ShapeName, **changes: Any) -> list[Case]:
     """A model in all ways; neighbours of one layout share weights."""
@@ -97,8 +101,7 @@ def made(case: Case, device: str) -> Any:
 
 def cache_of(model: Any, case: Case, pages: int) -> PagedCache:
     """Pages of random numbers."""
-    mode = getattr(case.config, "rotary_key_cache", None)
-    cache = model.paged_cache(pages, rotary_key_cache=mode)
+    cache = case.pages(model, pages)
     for tensors in cache.tensors:
         for name, tensor in tensors.items():
             if name.endswith("_scale"):
@@ -112,13 +115,10 @@ def cache_of(model: Any, case: Case, pages: int) -> PagedCache:
 
 def in_float64(model: Any, case: Case, cache: PagedCache) -> tuple[Any, PagedCache]:
     """The same model and the same pages in float64, by plain torch."""
-    wide = copy.deepcopy(model.model if case.way == "source" else model).double()
-    wide = paged_model(wide)
+    wide = paged_model(copy.deepcopy(model.model if case.way == "source" else model).double())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that plain torch serves it
-        pages = wide.paged_cache(
-            cache.allocator.num_pages, rotary_key_cache=getattr(case.config, "rotary_key_cache", None)
-        )
+        pages = case.pages(wide, cache.allocator.num_pages)
     for mine, theirs in zip(pages.tensors, cache.tensors, strict=True):
         for name, tensor in mine.items():
             tensor.copy_(theirs[name])
@@ -214,7 +214,7 @@ def compile_all(names: list[ShapeName], device: str) -> None:
         for name in names:
             for case in cases(name, num_hidden_layers=1):
                 model = made(case, device)
-                cache = model.paged_cache(MOST, rotary_key_cache=getattr(case.config, "rotary_key_cache", None))
+                cache = case.pages(model, MOST)
                 for batch in dict.fromkeys([*(batch for batch, _ in SHAPES), 128, 512, CHECKED[0]]):
                     step, sequences = prepared(cache, batch, 32)
                     model.forward_batch(torch.zeros(batch, dtype=torch.long, device=device), step)
