@@ -91,7 +91,9 @@ def comparison(ratios: Sequence[float] = RATIOS, *, kv_width: int = 192, seed: i
     for ratio in ratios:
         budget = round(ratio * 2 * kv_width)
         rope = 8 * max(1, round((budget / 3 if ratio >= 0.5 else budget * 0.27) / 8))
-        split = {"qk_rope_head_dim": rope, "kv_lora_rank": (budget - rope) // 8 * 8, "rope.selection": _fold(rope)}
+        split = {"qk_rope_head_dim": rope, "kv_lora_rank": (budget - rope) // 8 * 8}
+        # TransMLA's FreqFold: the best of 1, 2, 4 and 8 for SmolLM2 at 64 and at 32 rotary dims.
+        split["rope.selection"] = "rorope-2" if rope >= 64 else "rorope-4"
         for preset, keys in (
             ("published-mha2mla", {"cache_ratio": ratio}),
             ("published-transmla", split),
@@ -106,11 +108,6 @@ def comparison(ratios: Sequence[float] = RATIOS, *, kv_width: int = 192, seed: i
             name = f"quick, {recipe.target.layout}" if preset == "quick" else preset
             cases.append(Case(f"{ratio:g} {name}", recipe))
     return cases
-
-
-def _fold(rope: int) -> str:
-    """TransMLA's FreqFold: the best of 1, 2, 4 and 8 for SmolLM2 at 64 and at 32 rotary dims."""
-    return "rorope-2" if rope >= 64 else "rorope-4"
 
 
 def ablations(

@@ -61,7 +61,7 @@ def largest_batch(model: Any, pages: int) -> int:
 
 @torch.inference_mode()
 def filled_loop(
-    model: Any, batch: int, context: int, steps: int, recorder: Recorder | None = None, temperature: float = 0.0
+    model: Any, batch: int, context: int, steps: int, recorder: Recorder | None = None
 ) -> tuple[Loop, list[Any]]:
     """A loop that runs ``batch`` requests, of which all but the last token of a prompt of ``context`` is cached:
     random numbers, a page for each page."""
@@ -74,7 +74,7 @@ def filled_loop(
         loop.cache.extend({sequence: context - 1})
     prompts = torch.randint(3, model.config.vocab_size, (batch, 1)).expand(batch, context).tolist()
     pairs = zip(prompts, sequences, strict=True)
-    return loop, [loop.adopt(prompt, sequence, Sampling(steps, temperature)) for prompt, sequence in pairs]
+    return loop, [loop.adopt(prompt, sequence, Sampling(steps, temperature=0.0)) for prompt, sequence in pairs]
 
 
 @torch.inference_mode()

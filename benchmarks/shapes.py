@@ -77,9 +77,9 @@ def _problem(h: int, g: int, c: int, r: int, batch: int, length: int, kind: type
     return kind(h, g, c, r, **{"lengths": (length,) * batch, "combined": combined, "slack": 0} | changes)
 
 
-def mixed_lengths(batch: int = 64, low: int = 64, high: int = 16384, seed: int = 0) -> tuple[int, ...]:
+def mixed_lengths(batch: int = 64, low: int = 64, high: int = 16384) -> tuple[int, ...]:
     """Log-uniform lengths."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     return tuple(round(math.exp(rng.uniform(math.log(low), math.log(high)))) for _ in range(batch))
 
 
