@@ -29,6 +29,15 @@ def other(tmp_path_factory):
     return tiny_checkpoint(tmp_path_factory.mktemp("other") / "source", seed=7)
 
 
+@pytest.fixture(scope="module")
+def half(tiny_source, tmp_path_factory):
+    """A conversion to latents of half the bytes."""
+    folder = tmp_path_factory.mktemp("half") / "half"
+    recipe = {"preset": "minimal", "layout": "latent", "calibration.tokens": 256, "calibration.lengths": 64}
+    tiny.convert(str(tiny_source), folder, recipe)
+    return folder
+
+
 def test_a_model_against_itself_loses_nothing(tiny_source):
     report = evaluate_quality(tiny_source, tiny_source, **SETTINGS)
     for row in report.rows + report.by_position:
@@ -244,12 +253,10 @@ def test_default_probes_follow_lengths_and_last_text(tiny_source, other, monkeyp
     assert asked == [(ProbeSettings(lengths=(32, 48), items=3, **text), 4096)]
 
 
-def test_probes_ask_other_caches_too(tiny_source, tmp_path):
-    recipe = {"preset": "minimal", "layout": "latent", "calibration.tokens": 256, "calibration.lengths": 64}
-    tiny.convert(str(tiny_source), tmp_path / "half", recipe)
+def test_probes_ask_other_caches_too(tiny_source, half):
     settings = SETTINGS | {"probes": ProbeSettings((640,), (128,), 2, text="builtin:prose")}
     caches = quality.parse_caches("1", "", "bfloat16,int8")
-    report = evaluate_quality(tiny_source, tmp_path / "half", **settings | {"caches": caches})
+    report = evaluate_quality(tiny_source, half, **settings | {"caches": caches})
     assert {row.cache for row in report.probes} == {row.cache for row in report.rows}
     first, *names = dict.fromkeys(row.cache for row in report.probes)
     assert len(names) == 4  # keys of the source by channel and by token, rotary keys in two modes
@@ -261,12 +268,10 @@ def test_probes_ask_other_caches_too(tiny_source, tmp_path):
         assert all(found[name, probe].nll_converted != computed for name in names[:2])
 
 
-def test_quantised_caches_are_rows_with_their_bytes(tiny_source, tmp_path):
-    recipe = {"preset": "minimal", "layout": "latent", "calibration.tokens": 256, "calibration.lengths": 64}
-    tiny.convert(str(tiny_source), tmp_path / "half", recipe)
+def test_quantised_caches_are_rows_with_their_bytes(tiny_source, half):
     caches = quality.parse_caches("8, 3", "[8,3]")
     settings = SETTINGS | {"lengths": (96,)}  # by channel, nothing is coded before the 64th token
-    report = evaluate_quality(tiny_source, tmp_path / "half", **settings | {"caches": caches})
+    report = evaluate_quality(tiny_source, half, **settings | {"caches": caches})
     shares = {row.cache: row.cache_share for row in report.rows}
     kl = {row.cache: row.kl for row in report.rows}
     source = [f"source, KV {bits} bits, keys by {keys}" for bits in (8, 3) for keys in ("channel", "token")]
@@ -275,22 +280,20 @@ def test_quantised_caches_are_rows_with_their_bytes(tiny_source, tmp_path):
     assert shares["16 bits"] == 0.5 and [shares[name] for name in latent] == [0.5 * 9 / 16, 0.5 * 4 / 16]
     assert kl[source[0]] < kl[source[2]] and kl[source[1]] < kl[source[3]]
     assert kl[latent[0]] == pytest.approx(kl["16 bits"], rel=0.01)
-    plain = evaluate_quality(tiny_source, tmp_path / "half", **settings)
+    plain = evaluate_quality(tiny_source, half, **settings)
     assert (plain.rows[0], plain.by_position) == (report.rows[0], report.by_position)
 
 
-def test_kept_rotary_keys_are_rows_beside_computed_ones(tiny_source, tmp_path):
+def test_kept_rotary_keys_are_rows_beside_computed_ones(tiny_source, half):
     """In 8 bits a pass over a window gives what calls over a filled cache give."""
-    recipe = {"preset": "minimal", "layout": "latent", "calibration.tokens": 256, "calibration.lengths": 64}
-    tiny.convert(str(tiny_source), tmp_path / "half", recipe)
     settings = SETTINGS | {"caches": quality.parse_caches("", "", "bfloat16, int8")}
-    report = evaluate_quality(tiny_source, tmp_path / "half", **settings)
+    report = evaluate_quality(tiny_source, half, **settings)
     computed, kept, eight = (row.to_dict() for row in report.rows[:3])
     assert [row["cache"] for row in (kept, eight)] == ["rotary keys bfloat16", "rotary keys int8"]
     assert computed["cache_share"] < eight["cache_share"] < kept["cache_share"]
     assert "kl_computed" not in computed and "kl_computed" in report.columns
     assert abs(kept["kl_computed"]) < 1e-6 < 1e-5 < eight["kl_computed"] < 0.01
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "half", rotary_key_cache="int8").eval()
+    model = AutoModelForCausalLM.from_pretrained(half, rotary_key_cache="int8").eval()
     ids = torch.randint(200, (2, 48))
     with torch.inference_mode():
         cache = KeptKeys(model, RotaryKeys("int8"))
@@ -301,12 +304,10 @@ def test_kept_rotary_keys_are_rows_beside_computed_ones(tiny_source, tmp_path):
         evaluate_quality(tiny_source, tiny_source, **settings)
 
 
-def test_rotary_keys_that_the_config_keeps_are_measured(tiny_source, tokenizer, tmp_path):
+def test_rotary_keys_that_the_config_keeps_are_measured(tiny_source, tokenizer, half):
     """They were bytes of the row whose predictions were those of computed keys."""
-    recipe = {"preset": "minimal", "layout": "latent", "calibration.tokens": 256, "calibration.lengths": 64}
-    tiny.convert(str(tiny_source), tmp_path / "half", recipe)
-    report = evaluate_quality(tiny_source, tmp_path / "half", caches=[RotaryKeys("int8")], **SETTINGS)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "half", rotary_key_cache="int8").eval()
+    report = evaluate_quality(tiny_source, half, caches=[RotaryKeys("int8")], **SETTINGS)
+    model = AutoModelForCausalLM.from_pretrained(half, rotary_key_cache="int8").eval()
     assert evaluate_quality(tiny_source, model, **SETTINGS) == report
     assert [row.cache_share for row in report.rows] == [0.5, 0.5 + (32 + 4) / 128]
 
