@@ -49,6 +49,15 @@ def _answers(path, model, answer, prompt="Say <b>|</b>"):
     return path
 
 
+def _loss(**others):
+    """A row as records had it before quantised caches, which are shown as well."""
+    return {"text": "prose", "seqlen": 512, "perplexity_ratio": 1.25, "perplexity_source": 8.0, **others}
+
+
+def _pair(converted):
+    return {"source": "a", "converted": converted, "dtype": "float32"}
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory, tiny_source, tiny_converted):
     """A file of each kind, as the verbs write them."""
@@ -92,7 +101,7 @@ def test_page_shows_every_kind_of_measurement_and_asks_for_nothing(files, tmp_pa
 def test_folder_brings_the_reports_beside_its_weights(tiny_source, tmp_path):
     folder = tmp_path / "made"
     folder.mkdir()
-    write_json(folder / "quality.json", kind="quality", rows=[_loss()], source="a", converted="b", dtype="float32")
+    write_json(folder / "quality.json", kind="quality", rows=[_loss()], **_pair("b"))
     (folder / "config.json").write_text("{}")
     text = write_page([folder, folder / "quality.json"], folder / "report.md").read_text()
     assert text.startswith("<!-- mha2mla report/1 -->\n\n# a → b\n") and text.count("| quality.json |") == 1
@@ -117,7 +126,7 @@ def test_a_healed_checkpoint_has_figures_of_both_kinds(tiny_source, tiny_convert
 
 def test_times_of_another_model_name_it(tmp_path):
     """A record of one model's losses beside one of a shape's times."""
-    write_json(tmp_path / "q.json", kind="quality", rows=[_loss()], source="a", converted="b", dtype="float32")
+    write_json(tmp_path / "q.json", kind="quality", rows=[_loss()], **_pair("b"))
     row = {"op": "generate", "batch": 1, "seqlen": 64, "status": "ok", "new_tokens": 2}
     rows = [
         {**row, "implementation": name, "tokens_per_s": speed, "largest_batch": 8 * int(speed)}
@@ -147,7 +156,7 @@ def test_command_of_random_weights_measures_the_same_geometry(layout, tmp_path):
 
 @pytest.mark.parametrize(("measured", "named"), [("b", ""), ("c", " of c")])
 def test_speed_of_another_conversion_names_it(measured, named, tmp_path):
-    write_json(tmp_path / "q.json", kind="quality", rows=[_loss()], source="a", converted="b", dtype="float32")
+    write_json(tmp_path / "q.json", kind="quality", rows=[_loss()], **_pair("b"))
     row = {"op": "generate", "batch": 1, "seqlen": 64, "status": "ok", "new_tokens": 2}
     rows = [{**row, "implementation": name, "tokens_per_s": 1.0} for name in ("source", "converted")]
     write_json(tmp_path / "l.json", kind="latency", rows=rows, source="a", converted=f"path/to/{measured}")
@@ -159,16 +168,12 @@ def test_speed_of_another_conversion_names_it(measured, named, tmp_path):
 def test_probes_of_several_caches_name_them(caches, tmp_path):
     row = {"probe": "sums", "measure": "accuracy", "length": 64, "chance": 0.5, "source": 1.0}
     rows = [row | {"cache": cache, "converted": 0.75, "retained": 0.5} for cache in caches]
-    fields = {"rows": [_loss()], "probes": rows, "source": "a", "converted": "b", "dtype": "float32"}
+    fields = {"rows": [_loss()], "probes": rows, **_pair("b")}
     path = write_json(tmp_path / "q.json", kind="quality", **fields)
     page = Page(write_page([path], tmp_path / "report.html"))
     cells = page.texts["td"]
     assert cells.count("sums") == len(caches) and set(caches[1:]) <= set(cells)
     assert page.texts["th"].count("cache") == len(caches), "bytes have one, probes if there are several"
-
-
-def _loss(**others):
-    return {"text": "prose", "seqlen": 512, "perplexity_ratio": 1.25, "perplexity_source": 8.0, **others}
 
 
 def test_conversions_of_one_name_are_told_apart_by_their_path(tmp_path):
@@ -230,10 +235,6 @@ def test_command_measures_every_cache_again(tmp_path):
     assert options in write_page([path], tmp_path / "report.md").read_text()
 
 
-def _pair(converted):
-    return {"source": "a", "converted": converted, "dtype": "float32"}
-
-
 def test_markdown_has_tables_and_shows_text_as_it_is(files, tmp_path):
     text = write_page(files, tmp_path / "report.md").read_text()
     assert "## Loss by length and text" in text and "<svg" not in text
@@ -245,11 +246,6 @@ def test_page_without_a_plot_needs_no_matplotlib(files, tmp_path, monkeypatch):
     write_page(files, tmp_path / "report.md")
     with pytest.raises(ImportError, match="a plot needs matplotlib"):
         write_page(files, tmp_path / "report.html")
-
-
-def test_records_from_before_quantised_caches_are_shown(tmp_path):
-    path = write_json(tmp_path / "q.json", kind="quality", rows=[_loss()], source="a", converted="b", dtype="float32")
-    assert "1.250" in Page(write_page([path], tmp_path / "report.html")).texts["td"]
 
 
 def test_a_checkpoint_of_codes_is_shown_by_its_own_rows_and_bytes(tiny_source, tmp_path):
