@@ -55,22 +55,22 @@ def test_attention_rows(geometry, cached, dtype):
     assert keys <= COLUMNS.keys() & set().union(*rows)
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_attention_over_codes_reads_their_bytes(kept):
-    geometry = replace(LATENT_GEOMETRY, kv_lora_rank=64, latent_bits=4)
-    geometry = geometry.with_stored_keys if kept else geometry
-    keys = {"batch_sizes": (2,), "seqlens": (65,), "baselines": {}, **QUICK}
-    (row,) = attention_latency(geometry, **keys)
-    assert (row["status"], row["cache_bytes"]) == ("ok", 2 * 65 * (4 + 64 // 2 + 2 * 32 * kept))
-    (row,) = attention_latency(replace(geometry, kv_lora_rank=40), **keys)
-    assert row["status"].startswith("missing: no kernel reads these codes")
+CODES = replace(LATENT_GEOMETRY, kv_lora_rank=64, latent_bits=4)
 
 
-def test_attention_over_key_codes_reads_their_bytes():
-    keys = {"batch_sizes": (2,), "seqlens": (65,), "baselines": {}, **QUICK}
-    (row,) = attention_latency(LATENT_GEOMETRY.with_key_codes, **keys)
-    d_c, d_r = LATENT_GEOMETRY.kv_lora_rank, LATENT_GEOMETRY.qk_rope_head_dim
-    assert (row["status"], row["cache_bytes"]) == ("ok", 2 * 65 * (2 * d_c + d_r + 4))
+@pytest.mark.parametrize(
+    ("geometry", "token", "status"),
+    [
+        (CODES, 4 + 64 // 2, "ok"),
+        (CODES.with_stored_keys, 4 + 64 // 2 + 2 * 32, "ok"),
+        (LATENT_GEOMETRY.with_key_codes, 2 * 24 + 32 + 4, "ok"),
+        (replace(CODES, kv_lora_rank=40), None, "missing: no kernel reads these codes"),
+        (replace(CODES, kv_lora_rank=40).with_stored_keys, None, "missing: no kernel reads these codes"),
+    ],
+)
+def test_attention_over_codes_reads_their_bytes(geometry, token, status):
+    (row,) = attention_latency(geometry, batch_sizes=(2,), seqlens=(65,), baselines={}, **QUICK)
+    assert row["status"].startswith(status) and (token is None or row["cache_bytes"] == 2 * 65 * token)
 
 
 def test_a_wrong_baseline_gets_no_speed():
