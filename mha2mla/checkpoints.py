@@ -211,7 +211,7 @@ def find_pair(source: str | os.PathLike[str], converted: str | os.PathLike[str])
 
 
 def _what_is_there(folder: Path) -> str:
-    """What to give in place of a folder without a config, by the files in it."""
+    """Advice for a folder without a config, by the files in it."""
     if found := sorted(path.name for path in folder.glob("*.gguf")):
         return f"{found[0]} is not read: expected the safetensors checkpoint that it was made from"
     if (folder / "adapter_config.json").is_file():

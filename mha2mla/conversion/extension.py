@@ -81,7 +81,7 @@ class CalibrationSource(RecipeObject, ABC):
 
 
 def described(value: Any) -> str:
-    """What a rule gave, for messages: dtype, shape and device of a tensor, or the value itself."""
+    """A rule's result for error messages: dtype, shape and device of a tensor, or the value itself."""
     if all(hasattr(value, name) for name in ("dtype", "shape", "device")):
         return f"{value.dtype} {tuple(value.shape)} on {value.device}"
     return f"{value!r:.80}"

@@ -282,7 +282,7 @@ def _input_moments(
     value_mean = statistics.attended_mean if attended else statistics.mean.expand(spec.num_attention_heads, -1)
     covariance = value_covariance = statistics.covariance
     if attended and reads_attended:
-        # A key error matters among the tokens that a query attends to; alone, that leaves the others free to intrude.
+        # Average both covariances: attention-weighted alone lets unattended keys gain score.
         covariance = (statistics.covariance + statistics.attention_covariance) / 2
         value_covariance = statistics.attended_covariance
     return {

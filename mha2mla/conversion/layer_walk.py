@@ -197,8 +197,8 @@ class LayerWalk:
         return self.model.stores(self.windows, count, folder=self.folder, spill_bytes=self.spill_bytes)
 
     def collector(self, layer: int, sample_tokens: int | None = None, pairs: int = PAIRS) -> StatisticsCollector:
-        """Of what layer ``layer`` is given; ``sample_tokens`` for closed-form fits to look at, by default more without
-        gradient steps, and their ``pairs``."""
+        """Collector of a layer's statistics. Closed-form fits get ``sample_tokens`` of its inputs, by default more
+        without gradient steps, and ``pairs`` of a query and a key."""
         # Activations may be narrow, what is learnt from them is not.
         dtype = torch.promote_types(self.model.dtype, torch.float32)
         weights = self.adapter.attention_weights(

@@ -488,7 +488,7 @@ def _key_energy(statistics: LayerStatistics) -> torch.Tensor:
 
 
 def _largest(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Where the ``count`` largest scores are: bool of their shape; ties go to the first."""
+    """Mask of the ``count`` largest scores, bool of their shape; of equal ones the first."""
     kept = torch.zeros(scores.numel(), dtype=torch.bool)
     kept[scores.flatten().sort(descending=True, stable=True).indices[:count]] = True
     return kept.view(scores.shape)

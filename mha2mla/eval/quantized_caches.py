@@ -118,7 +118,7 @@ class KVCodes:
         return (coded * (keys + values) / 32 + sum(held) - coded) / sum(held)
 
     def bits_per_element(self, width: int) -> float:
-        """Of a row of ``width`` elements: codes with their padding, and of each group a scale and an offset."""
+        """Bits per element of a row of ``width``: padded codes, and a scale and an offset of 16 bits per group."""
         groups = -(-width // self.group)
         return groups * (self.group * self.bits + 32) / width
 

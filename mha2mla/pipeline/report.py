@@ -280,8 +280,7 @@ def write_report(arguments: Arguments, device: torch.device, folder: Path, repor
 
 
 def serving_on_cuda(config: MHA2MLAConfig, written: torch.dtype, device: torch.device) -> tuple[LayerAttention, ...]:
-    """Backends of the layers on CUDA, where there is a choice, in the 16 bits that kernels take; warns of
-    geometries that no kernel serves, once they are known and before they cost any work."""
+    """Backends of the layers on CUDA in the 16 bits that kernels take; warns of geometries without a kernel."""
     half = written if written in (torch.bfloat16, torch.float16) else torch.bfloat16
     layers = what_serves(config, device if device.type == "cuda" else "cuda", half)
     warn_of_slow_layers(layers)

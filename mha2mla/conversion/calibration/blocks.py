@@ -164,7 +164,7 @@ def nearest_length(spec: SourceSpec, length: int) -> int:
 
 
 def check_length(spec: SourceSpec, length: int, said: str) -> None:
-    """Refuses windows that the source serves by longrope's other table.
+    """Refuses windows for which the source uses longrope's other table.
 
     Args:
         said: beginning of the message, such as "calibration.lengths is 512".
@@ -190,8 +190,8 @@ def calibrated_length(spec: SourceSpec, lengths: Iterable[int]) -> int | None:
 
 
 def device_for_activations(device: torch.device, size: int) -> torch.device:
-    """Where ``size`` bytes of activations wait: on an accelerator, in at most half of what is not in use there, or on
-    the CPU. To be asked once for all stores that exist together: each that is made leaves less."""
+    """Device for ``size`` bytes of activations: the accelerator if they fit half of its unused memory, else the CPU.
+    Call it once for all stores that exist together, since each of them uses memory."""
     if device.type != "cuda":
         return torch.device("cpu")
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -178,14 +178,13 @@ def refit_output(
 
 
 def _mean(rows: torch.Tensor, share: torch.Tensor, centred: bool) -> torch.Tensor:
-    """Mean of rows [n, width], each as often as ``share`` [n, 1] says; zero unless ``centred``."""
+    """Mean of rows [n, width] with weights ``share`` [n, 1]; zero unless ``centred``."""
     return (rows * share).sum(0) / share.sum() if centred else torch.zeros_like(rows[0])
 
 
 @dataclass(frozen=True)
 class _Moments:
-    """What a regression sees of features and targets: ``gram`` [features, features], ``cross`` [features, targets], and
-    the means that both are taken about."""
+    """Moments of a regression about the means of both: ``gram`` [features, features], ``cross`` [features, targets]."""
 
     gram: torch.Tensor
     cross: torch.Tensor
@@ -194,7 +193,7 @@ class _Moments:
 
 
 def _moments(features: torch.Tensor, target: torch.Tensor, share: torch.Tensor, centred: bool) -> _Moments:
-    """Of rows that count as often as ``share`` [n, 1] says; the means are zero unless ``centred``."""
+    """Moments of rows with weights ``share`` [n, 1]; the means are zero unless ``centred``."""
     mean, target_mean = (_mean(rows, share, centred) for rows in (features, target))
     features = features - mean
     counted = features * share
