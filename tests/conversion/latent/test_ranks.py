@@ -20,6 +20,8 @@ from tests.few import each
 
 LAYERS = 3
 SHORT = {"preset": "minimal", "calibration_tokens": 320, "calibration_lengths": 40}
+AUTO = {"latent_bits": "auto"}
+TEXTS = {"calibration": tiny.some_tokens(8, 40), "evaluation": tiny.some_tokens(2, 40)}
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +141,7 @@ def auto(source, tmp_path_factory):
 
     def converted(ratio):
         recipe = Recipe(cache_ratio=ratio, latent_bits="auto", **SHORT)
-        texts = {"calibration": tiny.some_tokens(8, 40), "evaluation": tiny.some_tokens(2, 40)}
-        return tiny.convert(source, folder / str(ratio), recipe, **texts)
+        return tiny.convert(source, folder / str(ratio), recipe, **TEXTS)
 
     return {ratio: converted(ratio) for ratio in (1.0, 0.5, 0.16)}
 
@@ -163,9 +164,9 @@ def test_auto_bits_follow_the_budget(ratio, bits, auto):
 
 
 def test_a_choice_is_repeated_by_two_lists(source, auto, tmp_path):
-    found, texts = auto[0.16], {"calibration": tiny.some_tokens(8, 40), "evaluation": tiny.some_tokens(2, 40)}
+    found = auto[0.16]
     given = {"latent_ranks": found.searches["layer_ranks"], "latent_bits": found.searches["layer_bits"]}
-    report = tiny.convert(source, tmp_path / "out", Recipe(cache_ratio=0.16, **given, **SHORT), **texts)
+    report = tiny.convert(source, tmp_path / "out", Recipe(cache_ratio=0.16, **given, **SHORT), **TEXTS)
     assert report.weights_sha256 == found.weights_sha256 and not report.searches
 
 
@@ -193,45 +194,34 @@ def test_a_checkpoint_of_auto_bits_generates_and_says_them(auto):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"layout": "shared"}, "latent.bits is 'auto' in the shared layout"),
-        ({"layout": "latent", "kv_lora_rank": 32, "qk_rope_head_dim": 8}, "with cache_ratio None; expected"),
+        ({**AUTO, "layout": "shared"}, "latent.bits is 'auto' in the shared layout"),
+        ({**AUTO, "layout": "latent", "kv_lora_rank": 32, "qk_rope_head_dim": 8}, "with cache_ratio None; expected"),
         ({"latent_bits": [4, 4], "latent_ranks": [32]}, r"latent.bits is \[4, 4\]; expected as many as latent.ranks"),
         ({"latent_bits": [4, 5]}, r"latent.bits is \[4, 5\]; expected one of 16, 8, 4, 3, 2, 'auto' or a list"),
         ({"latent_bits": True}, "latent.bits is True"),
-        ({"latent_ranks": [32, 32, 32]}, r"latent.ranks is \[32, 32, 32\]; expected .* beside latent.bits 'auto'"),
+        ({**AUTO, "latent_ranks": [32, 32]}, r"latent.ranks is \[32, 32\]; expected .* beside latent.bits 'auto'"),
+        ({"latent_ranks": "most"}, "latent.ranks is 'most'; expected 'uniform', 'measured' or a list"),
+        ({"latent_ranks": []}, r"latent.ranks is \[\]"),
+        ({"latent_ranks": [8, 0]}, r"latent.ranks is \[8, 0\]; expected .* a list of ints from 1 on"),
+        ({"latent_ranks": [8, True]}, r"latent.ranks is \[8, True\]"),
     ],
 )
-def test_bits_by_layer_that_do_not_fit_are_refused(keys, message):
+def test_bad_ranks_and_bits_are_refused(keys, message):
     with pytest.raises(ValueError, match=message):
-        Recipe(**{"latent_bits": "auto", **keys})
+        Recipe(**keys)
 
 
 def test_a_layer_of_full_rank_has_the_bias_of_others(tmp_path):
     """Every pair of so few key dims rotates, and a latent of all 64 elements loses nothing."""
     source = tiny.checkpoint(tmp_path / "source", head_dim=16, num_hidden_layers=2)
     recipe = Recipe(layout="latent", kv_lora_rank=32, qk_rope_head_dim=32, latent_ranks=[64, 32], **SHORT)
-    texts = {"calibration": tiny.some_tokens(8, 40), "evaluation": tiny.some_tokens(2, 40)}
-    tiny.convert(source, tmp_path / "out", recipe, **texts)
+    tiny.convert(source, tmp_path / "out", recipe, **TEXTS)
     layers = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).model.layers
     assert [bool(layer.self_attn.o_proj.bias.any()) for layer in layers] == [False, True]
     mixed = {"latent_ranks": [64, 64], "latent_bits": [16, 3]}
     recipe = Recipe(layout="latent", kv_lora_rank=32, qk_rope_head_dim=32, **mixed, **SHORT)
-    report = tiny.convert(source, tmp_path / "mixed", recipe, **texts)  # exact but for codes, which parity leaves out
+    report = tiny.convert(source, tmp_path / "mixed", recipe, **TEXTS)  # exact but for codes, which parity leaves out
     assert report.parity.kl > 1e-4
-
-
-@pytest.mark.parametrize(
-    ("ranks", "message"),
-    [
-        ("most", "latent.ranks is 'most'; expected 'uniform', 'measured' or a list"),
-        ([], r"latent.ranks is \[\]"),
-        ([8, 0], r"latent.ranks is \[8, 0\]; expected .* a list of ints from 1 on"),
-        ([8, True], r"latent.ranks is \[8, True\]"),
-    ],
-)
-def test_bad_ranks_are_refused(ranks, message):
-    with pytest.raises(ValueError, match=message):
-        Recipe(latent_ranks=ranks)
 
 
 @pytest.mark.parametrize(
