@@ -125,7 +125,7 @@ def process_count() -> int:
 
 
 def compute_device(device: str | torch.device | None) -> torch.device:
-    """The one that was asked for, else CUDA where there is one.
+    """The device asked for; by default CUDA if available, else the CPU.
 
     Raises:
         ValueError: it cannot be used here.
@@ -172,7 +172,7 @@ def named_dtype(dtype: str | torch.dtype, name: str = "dtype") -> torch.dtype:
 
 
 def usual_dtype(device: torch.device, name: str | None = None) -> torch.dtype:
-    """The dtype of that name; without one what is computed in: bfloat16 on CUDA, which kernels take, else float32."""
+    """The named dtype; by default bfloat16 on CUDA, which kernels take, else float32."""
     return named_dtype(name or ("bfloat16" if device.type == "cuda" else "float32"))
 
 

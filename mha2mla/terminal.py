@@ -113,7 +113,7 @@ def split(progress: bool | Span, *shares: float) -> list[bool] | list[Span]:
 
 
 class _Part:
-    """A stage's bar, as a part of the whole job's: what of tqdm the stages call."""
+    """A stage's part of the whole job's bar, with the methods of tqdm that stages call."""
 
     def __init__(
         self, span: Span, items: Any = None, *, desc: str, unit: str, total: int | None = None, initial: int = 0

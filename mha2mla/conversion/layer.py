@@ -274,8 +274,8 @@ def _turned(
 def _input_moments(
     spec: SourceSpec, statistics: LayerStatistics | None, device: torch.device, reads_attended: bool
 ) -> dict[str, torch.Tensor | None]:
-    """Means and covariances of a ``LatentProblem``: of the inputs, or under attention where that was measured; values'
-    means are then, whatever the rule reads: what a latent loses of them goes into ``o_proj.bias``."""
+    """Means and covariances of a ``LatentProblem``, under attention where that was measured. Values' means are then
+    always under attention, since ``o_proj.bias`` makes up for what the latent loses of them."""
     if statistics is None:
         return dict.fromkeys(("covariance", "mean", "value_covariance", "value_mean"))
     attended = statistics.attended_mean is not None

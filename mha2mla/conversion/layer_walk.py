@@ -223,10 +223,10 @@ class LayerWalk:
         runs: Callable[[Mapping[str, torch.Tensor]], bool] | None = None,
         prepared: dict[str, PreparedLayer] | None = None,
     ) -> tuple[dict[str, torch.Tensor], str]:
-        """The tensors that statistics alone give, and what had to stand in for the recipe's own rules, and why.
+        """Closed-form tensors of a layer, and a note where the recipe's rules failed: what replaced them, and why.
 
-        Where these fail, or give what is not finite, the same is tried without refits, then the plainest rules, which
-        look at weights alone.
+        Fallbacks for rules that fail or give a value that is not finite: the same without refits, then the plainest
+        rules, which look at weights alone.
 
         Args:
             runs: whether the layer's output is finite with such tensors.

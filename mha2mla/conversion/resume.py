@@ -36,7 +36,7 @@ def tensor_hash(tensor: torch.Tensor) -> str:
 
 
 def text_code_hash() -> str:
-    """:func:`code_hash` of the code and texts that decide what a model is let write."""
+    """:func:`code_hash` of the code and texts that decide the text which a model generates."""
     return code_hash(parts=_TEXT_CODE)
 
 
@@ -53,7 +53,7 @@ def code_hash(*more: str, parts: Sequence[str] = _CODE) -> str:
 
 
 def write_piece(path: Path, header: str, tensors: Mapping[str, torch.Tensor], about: Any = None) -> None:
-    """A file that is on the disk as a whole when it has its name, with a hash of ``header`` and contents.
+    """Atomic write of tensors to a safetensors file, with a hash of ``header`` and contents.
 
     Args:
         about: JSON values that belong to the tensors.
@@ -100,10 +100,10 @@ def read_piece(path: Path, header: str) -> tuple[dict[str, torch.Tensor], Any] |
 
 
 class WorkFolder:
-    """Finished pieces of one conversion by name, a file each; a piece is whole and as it was put, or not there.
+    """Finished pieces of one conversion by name, each a file that is written atomically.
 
-    A file has its name only when it is on the disk as a whole, and holds a hash of its name, its contents, and the
-    request that it belongs to: one that was damaged, swapped or brought from elsewhere does not count.
+    A file holds a hash of its name, its contents and its request: one that was damaged, swapped or brought from
+    elsewhere does not count.
 
     Args:
         folder: made with the first piece. Pieces of another request are removed with the first one of this.
@@ -158,7 +158,7 @@ class WorkFolder:
         return found
 
     def put(self, name: str, tensors: Mapping[str, torch.Tensor], about: Any = None) -> None:
-        """Puts a piece on disk; when this returns, it survives whatever happens to the process.
+        """Writes a piece and syncs it to the disk.
 
         Raises:
             DestinationError: the file system does not take the file.
@@ -219,7 +219,7 @@ class FinishedLayers(Mapping[int, dict[str, torch.Tensor]]):
         return self._records[layer]
 
     def add(self, layer: int, tensors: Mapping[str, torch.Tensor], record: Mapping[str, Any]) -> None:
-        """Puts a layer on disk; when this returns, it survives whatever happens to the process.
+        """Writes a layer and syncs it to the disk.
 
         Raises:
             ValueError: a value is NaN or infinite.

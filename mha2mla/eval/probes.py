@@ -316,7 +316,7 @@ class ProbeError(ValueError):
 
 
 def depth_of(item: int, items: int) -> float:
-    """Evenly over the context."""
+    """Relative depth of an item, evenly spaced over the context."""
     return (item + 0.5) / items
 
 

@@ -210,7 +210,7 @@ def stage_shares(recipe: Recipe, held_out: Sequence[HeldOut]) -> tuple[float, ..
 
 @contextmanager
 def _leftovers_named(arguments: Arguments, work: WorkFolder) -> Iterator[None]:
-    """Says after an interrupt or an error what is kept, and which command goes on from there."""
+    """Names the work that is kept after an interrupt or an error, and the command that resumes it."""
     try:
         yield
     except BaseException as error:

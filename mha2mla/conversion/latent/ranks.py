@@ -115,8 +115,7 @@ def _finite(loss: float) -> float | None:
 
 
 def reach_of_codes(geometry: MLAGeometry, budget: int) -> tuple[int, int]:
-    """The rank that measured ones lie around, and the largest of a layer, where rank and bits share ``budget`` bytes of
-    a token."""
+    """Center of the measured ranks, and a layer's largest, where rank and bits share ``budget`` bytes a token."""
     # Where the budget is large, measured ranks still differ: a loss at full rank alone says nothing of a smaller one.
     widest = max(CODE_BLOCK, math.floor(WIDEST_MEAN * geometry.full_kv_lora_rank / CODE_BLOCK) * CODE_BLOCK)
     narrowest = min(LATENT_BITS)  # which hold the widest latent

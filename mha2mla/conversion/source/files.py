@@ -212,10 +212,10 @@ def identify(folder: Path, names: Iterable[str]) -> dict[str, FileIdentity]:
 def faults_of_the_source_named(
     folder: Path, before: dict[str, FileIdentity], discard: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Says of a source that changed meanwhile that it did, whatever else that led to; nothing of that is kept.
+    """Raises SourceChangedError at the end if the source changed meanwhile, in place of any other error.
 
     Args:
-        discard: called where it changed.
+        discard: called in that case, to drop what was made of the source.
 
     Raises:
         SourceChangedError: naming the file.

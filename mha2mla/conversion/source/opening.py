@@ -269,7 +269,7 @@ def _converted(folder: Path, values: dict[str, Any]) -> tuple[PreTrainedConfig, 
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
-    """Without what a converted config repeats of every source, and this source has not."""
+    """Values without None, which a converted config has for the fields that its source lacks."""
     return {name: value for name, value in values.items() if value is not None}
 
 
