@@ -79,7 +79,6 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_hostile_output_paths_are_refused(output, folder, capsys):
-    """``inspect C --json C/config.json`` replaced a checkpoint's config and returned 0."""
     suffix = {"generate --output": ".jsonl", "report": ".html", "report.md": ".md"}.get(output, ".json")
     before = contents(folder)
     for path, reason in HOSTILE.items():

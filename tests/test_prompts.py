@@ -47,7 +47,7 @@ def test_a_file_that_is_no_answers_is_refused(text, overwrite, tmp_path):
 
 
 def test_answers_change_with_the_first_that_is_written(tmp_path):
-    """A model that could not be loaded, later, cost the answers of the run before."""
+    """A model that cannot be loaded then costs no answers of the run before."""
     path = tmp_path / "new" / "answers.jsonl"
     Answers(path, MADE_BY)
     assert not path.parent.exists()
@@ -91,7 +91,7 @@ def test_a_prompt_with_a_key_of_answers_is_refused(key, tmp_path):
 
 
 def test_checkpoint_digest_covers_every_input(tmp_path):
-    """Weights of the same size under the same path had "answers already"."""
+    """Weights of the same size under the same path among them."""
     files = {"config.json": "{}", "model.safetensors": "0" * 100, "tokenizer.json": "{}", "generation_config.json": ""}
     for name, text in files.items():
         (tmp_path / name).write_text(text)

@@ -51,7 +51,6 @@ def test_load_gives_model_and_tokenizer_of_a_folder(tiny_converted, tiny_source)
 
 
 def test_a_dtype_may_be_a_name(tiny_source, tiny_converted):
-    """A wrong one was reported as a damaged checkpoint."""
     model, _ = mha2mla.load(tiny_source, device="cpu", dtype="bfloat16")
     assert model.dtype == torch.bfloat16
     expected = "dtype is 'foo'; expected one of float32, bfloat16, float16, float64"
@@ -68,8 +67,7 @@ def test_a_folder_without_tokenizer_is_named(tiny_source, tmp_path):
         mha2mla.load(tmp_path / "bare", device="cpu")
 
 
-def test_reports_printed_pages_of_their_fields(tiny_source, tiny_converted):
-    """repr() of a report was every row of every layer; in a notebook that is what stood there."""
+def test_reports_print_a_summary(tiny_source, tiny_converted):
     found = mha2mla.inspect(tiny_converted)
     quality = mha2mla.evaluate_quality(
         tiny_source, tiny_converted, texts="builtin:prose", lengths=[32], max_tokens=64, device="cpu", progress=False

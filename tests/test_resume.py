@@ -213,7 +213,7 @@ def test_text_and_searches_of_an_interrupted_run_are_not_repeated(tmp_path, monk
 
 
 def test_text_that_was_being_written_is_gone_on_with(source, tmp_path, monkeypatch, capsys):
-    """Ctrl-C during the writing, the longest part of a conversion on a CPU, lost all of it."""
+    """The writing is the longest part of a conversion on a CPU."""
     recipe = {"calibration.text": "generated", "calibration.tokens": 512, "calibration.lengths": [32, 64]}
     monkeypatch.setattr(generated_text, "rows_at_once", lambda model, length: 3)
     written, write_rows, most = [], generated_text._write, 99
@@ -297,7 +297,7 @@ def test_an_error_keeps_finished_layers_as_a_kill_does(
 
 
 def test_what_goes_on_is_said_only_where_it_does(source, tmp_path, monkeypatch, capsys):
-    """It was said of layers that the same command refuses, discards, or that another process was making."""
+    """Not of layers that the same command refuses or discards, or that another process makes."""
     convert(source, tmp_path / "out", 2, monkeypatch, progress=True)
     assert GOES_ON in capsys.readouterr().err
     with pytest.raises(ResumeError):

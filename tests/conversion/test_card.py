@@ -18,15 +18,15 @@ def header(folder) -> dict:
     return yaml.safe_load((folder / "README.md").read_text().split("---\n")[1])
 
 
-def test_the_card_had_no_licence_no_task_and_nothing_to_install(tiny_converted):
+def test_card_has_licence_task_and_installation(tiny_converted):
     found = {"license": "unknown", "library_name": "transformers", "pipeline_tag": "text-generation"}
     assert header(tiny_converted) == found | {"tags": ["mha2mla", "mla"]}
     card = (tiny_converted / "README.md").read_text()
     assert "pip install " in card and f'mha2mla.load("{tiny_converted.name}")' in card
 
 
-def test_a_folder_s_place_on_this_machine_was_in_config_and_record(tiny_source, tmp_path):
-    """Published with the checkpoint: the source's folder, the destination's, and those of texts."""
+def test_records_name_no_folder_of_this_machine(tiny_source, tmp_path):
+    """Neither the source's, nor the destination's, nor those of texts."""
     text = tmp_path / "private" / "corpus.txt"
     text.parent.mkdir()
     text.write_text("Letters of nobody's business, each a token. " * 40)
@@ -40,8 +40,7 @@ def test_a_folder_s_place_on_this_machine_was_in_config_and_record(tiny_source, 
     assert config["recipe"]["calibration"]["text"] == "corpus.txt"
 
 
-def test_weight_files_could_be_read_by_their_owner_alone(tiny_converted):
-    """0600, where everything beside them was 0644: a checkpoint that others cannot load."""
+def test_weight_files_have_the_mode_of_the_others(tiny_converted):
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tiny_converted.iterdir()}
     assert modes["model.safetensors"] == modes["config.json"] and len(set(modes.values())) == 1
 

@@ -235,7 +235,6 @@ def test_only_what_is_empty_or_converted_may_be_replaced(tmp_path):
 
 
 def test_a_folder_with_files_of_the_user_is_not_replaced(tmp_path):
-    """``--overwrite`` removed ``.git`` and photos from a folder whose config says mha2mla."""
     out = converted(tmp_path / "out")
     ours = ("README.md", "conversion.json", "model-00001-of-00002.safetensors", "tokenizer.json", "LICENSE")
     for name in ours:
@@ -257,7 +256,7 @@ def test_a_folder_with_files_of_the_user_is_not_replaced(tmp_path):
 
 
 def test_a_mount_point_is_refused_before_work(tmp_path, monkeypatch):
-    """It cannot be renamed: an empty volume cost a whole conversion."""
+    """It cannot be renamed."""
     (tmp_path / "out").mkdir()
     monkeypatch.setattr(os.path, "ismount", lambda path: path == (tmp_path / "out").resolve())
     with pytest.raises(DestinationError, match="is a mount point"):

@@ -160,7 +160,7 @@ def test_the_target_gives_the_geometry(recipe, rope_heads, rank, rope, nope):
     [(8, 128, 0.5, 128), (8, 96, 0.5, 160), (32, 128, 0.125, 128), (8, 128, 0.25, 104), (4, 256, 0.5, 216)],
 )
 def test_shared_rotary_keys_are_no_wider_than_fused_attention_takes(kv_heads, head_dim, ratio, rope):
-    """d_qk = 344 had the prefill of a converted Llama-3-8B run the reference; heads of 256 are too wide anyway."""
+    """The prefill of wider ones runs the reference; heads of 256 are too wide anyway."""
     wide = spec(**{**SMOLLM2, "num_attention_heads": 32, "num_key_value_heads": kv_heads, "head_dim": head_dim})
     geometry = MinimalRecipe(layout="shared", cache_ratio=ratio).geometry(wide)
     assert geometry.qk_rope_head_dim == rope
@@ -195,7 +195,7 @@ def test_rotary_keys_of_codes_are_as_wide_as_their_kernels_go(bits, ratio, rope)
 
 
 def test_a_budget_beyond_the_full_rank_narrows_no_rotary_key():
-    """At half of 384 elements, 2 bits would hold 1,520: it took 64 rotary dims, and lost more than a quarter did."""
+    """At half of 384 elements, 2 bits would hold 1,520, and 64 rotary dims would lose more than a quarter does."""
     for ratio in (0.125, 0.25, 0.5):
         recipe = MinimalRecipe(layout="latent", cache_ratio=ratio, **{"latent.bits": "auto"})
         assert recipe.geometry(spec(**SMOLLM2)).qk_rope_head_dim == 128

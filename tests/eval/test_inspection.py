@@ -54,7 +54,6 @@ def test_the_record_of_the_conversion_is_shown(tiny_converted, tmp_path, capsys)
 
 
 def test_calibrated_length_is_part_of_a_checkpoint(tiny_converted, tiny_source, tmp_path):
-    """What was calibrated at 512 tokens was used at 8192, where it was worthless, without a word."""
     assert AutoConfig.from_pretrained(tiny_converted).calibrated_length == 64
     assert inspect_checkpoint(tiny_converted).summary["calibrated length"] == "up to 64 tokens"
     assert "| tokens of a sequence that it was made for | | up to 64 |" in (tiny_converted / "README.md").read_text()

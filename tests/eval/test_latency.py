@@ -274,7 +274,7 @@ def test_model_latency_joins_levels_and_saves_rows(tiny_source, tiny_converted):
     assert step["limit_us"] > by_name["attention", "mla_decode (reference)"]["limit_us"] > 0
     ours = by_name["generate", "converted"]
     assert ours["tokens_per_s"] == pytest.approx(2e3 / ours["ms_per_token"]) and ours["first_token_ms"] > 0
-    # In Python a line a row, in a notebook a table: it was every number of every row.
+    # In Python a line a row, in a notebook a table.
     line = f"decode step, converted, 2 x 33: {step['us_p50']:,.1f} µs, {step['speed_up']:.3g} x the source"
     assert line in str(rows).splitlines() and len(str(rows).splitlines()) == len(rows)
     assert rows._repr_html_().count("<tr>") == len(rows) + 1

@@ -105,7 +105,6 @@ def test_a_source_of_pickled_weights_is_left_to_transformers(tiny_source, tmp_pa
 
 
 def test_messages_are_short(folder, capsys):
-    """A name of 3 MB in a header was a message of 52 MB."""
     edit_weights(folder, {"x" * 3_000_000: torch.ones(1)})
     assert main(["generate", str(folder), "--prompt", "a", "--device", "cpu"]) == 2
     message = capsys.readouterr().err.splitlines()[-1]

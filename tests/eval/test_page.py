@@ -108,7 +108,6 @@ def test_folder_brings_the_reports_beside_its_weights(tiny_source, tmp_path):
 
 
 def test_a_healed_checkpoint_has_figures_of_both_kinds(tiny_source, tiny_converted, tmp_path):
-    """It was called by the name of the conversion, and its training was not shown."""
     record = json.loads((tiny_converted / "conversion.json").read_text())
     row = {"text": "builtin:prose", "length": 128, "tokens": 254, "ratio_before": 1.75, "ratio_after": 1.125}
     curve = [{"tokens": 0, "held_out_kl": 0.5}, {"tokens": 64, "kl": 0.4}, {"tokens": 64, "held_out_kl": 0.25}]
@@ -177,7 +176,6 @@ def test_probes_of_several_caches_name_them(caches, tmp_path):
 
 
 def test_conversions_of_one_name_are_told_apart_by_their_path(tmp_path):
-    """They were taken for one, of which the losses at equal bytes had the last alone."""
     files = [
         write_json(tmp_path / f"{ratio}.json", kind="quality", rows=[_loss(perplexity_ratio=ratio)], **fields)
         for ratio, fields in ((1.25, _pair("new/b")), (1.75, _pair("old/b")))

@@ -305,7 +305,6 @@ def test_kept_rotary_keys_are_rows_beside_computed_ones(tiny_source, half):
 
 
 def test_rotary_keys_that_the_config_keeps_are_measured(tiny_source, tokenizer, half):
-    """They were bytes of the row whose predictions were those of computed keys."""
     report = evaluate_quality(tiny_source, half, caches=[RotaryKeys("int8")], **SETTINGS)
     model = AutoModelForCausalLM.from_pretrained(half, rotary_key_cache="int8").eval()
     assert evaluate_quality(tiny_source, model, **SETTINGS) == report

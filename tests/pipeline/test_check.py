@@ -108,7 +108,6 @@ def test_no_name_is_not_the_current_folder(source, monkeypatch):
 
 
 def test_a_tilde_is_the_home_folder(source, monkeypatch):
-    """A folder named "~" was made in the current one, and ``load`` did not find it by the name that was printed."""
     monkeypatch.setenv("HOME", str(source.parent))
     with pytest.raises(DestinationError, match=f"destination '{source}' and source '{source}' overlap"):
         convert(source, f"~/{source.name}")

@@ -122,7 +122,7 @@ def test_ranks_hold_what_encodes_latents_whole(layout):
 
 
 def test_largest_batch_bounds_that_of_generate():
-    """`generate` prefilled all prompts at once; a converted model's prompts then took most of the memory."""
+    """On record `generate` prefilled all prompts at once: those of a converted model took most of the memory."""
     factors = {"source": [], "converted": []}
     for row in rows("h200-latency-e2e", "h200-latency-e2e-contexts"):
         if row["op"] == "generate":

@@ -119,7 +119,7 @@ def test_a_converted_layer_alone_loses_what_its_model_says(source):
 
 
 def test_layers_are_fitted_at_the_lengths_that_judge_them(source, monkeypatch):
-    """A window that is too long to judge by took its share of the time at every rank."""
+    """A window that is too long to judge by would take its share of the time at every rank."""
     seen = []
 
     def measured(walk, geometries, judged, *rest, **keys):
