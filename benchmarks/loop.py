@@ -129,12 +129,12 @@ def measure(
 def largest(name: str, model: Any, batch: int, *how: int) -> dict[str, Any]:
     """:func:`measure` of ``batch`` sequences, or as many fewer as memory has room for in the end."""
     while True:
+        gc.collect()
+        torch.cuda.empty_cache()
         try:
             return measure(name, model, batch, *how)
         except torch.OutOfMemoryError:
             batch -= 1
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 def tokens(
@@ -166,8 +166,6 @@ def tokens(
             if source is not None:
                 row["of_source"] = row["tokens_per_s"] / source["tokens_per_s"]
             table.add(row)
-            gc.collect()
-            torch.cuda.empty_cache()
         del model
         gc.collect()
         torch.cuda.empty_cache()
