@@ -237,48 +237,22 @@ class FamilyAdapter(Family):
             names |= {f"{part}_norm": f"{prefix}{part}_norm.weight" for part in "qk"}
         return names
 
-    def attention_shapes(self, spec: SourceSpec) -> dict[str, tuple[int, ...]]:
-        """Field of ``AttentionWeights`` -> its shape."""
-        query, key = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
-        return {
-            "q_weight": (query, spec.hidden_size),
-            "k_weight": (key, spec.hidden_size),
-            "v_weight": (key, spec.hidden_size),
-            "o_weight": (spec.hidden_size, query),
-            "q_bias": (query,),
-            "k_bias": (key,),
-            "v_bias": (key,),
-            "o_bias": (spec.hidden_size,),
-            "q_norm": (spec.head_dim if spec.norm_per_head else query,),
-            "k_norm": (spec.head_dim if spec.norm_per_head else key,),
-        }
-
     def attention_weights(
         self, source: CheckpointReader, spec: SourceSpec, layer: int, *, device: torch.device, dtype: torch.dtype
     ) -> AttentionWeights:
-        """One layer's attention tensors on ``device`` in ``dtype``, shapes checked against ``spec``.
-
-        Raises:
-            ValueError: a tensor is absent or has another shape than the config says.
-        """
-        shapes = self.attention_shapes(spec)
-        fields_of: dict[str, list[str]] = {}
-        for field, name in self.attention_names(spec, layer).items():
-            fields_of.setdefault(name, []).append(field)
-        tensors = {}
-        for name, fields in fields_of.items():
-            tensor = source.tensor(name)
-            rows = [shapes[field][0] for field in fields]
-            expected = (sum(rows), *shapes[fields[0]][1:])
-            if tuple(tensor.shape) != expected:
-                raise ValueError(f"tensor {name} has shape {tuple(tensor.shape)}; expected {expected} by the config")
-            for field, part in zip(fields, tensor.split(rows), strict=True):
-                tensors[field] = part.to(device=device, dtype=dtype)
+        """One layer's attention tensors on ``device`` in ``dtype``."""
+        names = self.attention_names(spec, layer)
+        stored = {name: source.tensor(name).to(device=device, dtype=dtype) for name in dict.fromkeys(names.values())}
+        tensors = {field: stored[name] for field, name in names.items()}
+        if self.fused_qkv:
+            query, key = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+            parts = tensors["q_weight"].split((query, key, key))
+            tensors |= zip(("q_weight", "k_weight", "v_weight"), parts, strict=True)
         for field in ("q_weight", "k_weight", "q_bias", "k_bias"):
             if field in tensors:
                 tensors[field] = self._pair_halves(tensors[field], spec)
-        names = (f"model.layers.{layer}.{name}.weight" for name in self.norms_to_mlp)
-        gains = [source.tensor(name).to(device=device, dtype=dtype) + spec.norm_offset for name in names]
+        norms = (f"model.layers.{layer}.{name}.weight" for name in self.norms_to_mlp)
+        gains = [source.tensor(name).to(device=device, dtype=dtype) + spec.norm_offset for name in norms]
         return AttentionWeights(**tensors, output_gain=math.prod(gains))
 
     def _pair_halves(self, rows: torch.Tensor, spec: SourceSpec) -> torch.Tensor:

@@ -26,6 +26,10 @@ def test_a_spec_says_what_the_model_class_has(case):
         assert attention == {name for name in names if name.startswith(f"model.layers.{layer}.self_attn.")}
     attention = model.model.layers[0].self_attn
     assert attention.scaling == spec.softmax_scale
+    heads, kv_heads = (count * spec.head_dim for count in (spec.num_attention_heads, spec.num_key_value_heads))
+    projections = [getattr(attention, f"{part}_proj", None) for part in ("q", "k", "v", "qkv")]
+    assert sum(each.out_features for each in projections if each is not None) == heads + 2 * kv_heads
+    assert attention.o_proj.in_features == heads
     rotary = type(model.model.rotary_emb)(config)
     for layer in range(spec.num_layers):
         kind = "" if hasattr(rotary, "inv_freq") else f"{config.layer_types[layer]}_"
