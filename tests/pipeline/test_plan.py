@@ -104,7 +104,7 @@ def test_plan_shows_bits_by_layer_beside_16_with_their_losses():
     ]
     row = found.rows[len(CACHE_RATIOS)]
     assert (row["target"], row["bits"], row["bytes_per_token"]) == ("latent 0.125, auto bits", "auto", 23040 // 8)
-    assert row["SmolLM2-135M-Instruct"] == "1.040 / 1.053 (quick)"
+    assert row["SmolLM2-135M-Instruct"] == "1.040 / 1.051 (quick)"
     assert [row["target"] for row in plan("smollm2-135m", cache_ratios=(1.0,)).rows[1:]] == ["latent 1"]
     (_, asked) = plan("smollm2-135m", cache_ratios=(1.0,), latent_bits="auto").rows
     assert asked["target"] == "latent 1, auto bits" and asked["bytes_per_token"] == 23040
@@ -114,7 +114,7 @@ def test_plan_shows_bits_by_layer_beside_16_with_their_losses():
     assert four["SmolLM2-135M-Instruct"] == NOT_MEASURED
     auto = found.rows[3]
     assert (auto["target"], auto["bits"], auto["bytes_per_token"]) == ("latent 0.25, auto bits", "auto", 23040 // 4)
-    assert auto["SmolLM2-135M-Instruct"] == "1.005 / 1.006 (quick)" and "step_ms_1" in auto
+    assert auto["SmolLM2-135M-Instruct"] == "1.007 / 1.007 (quick)" and "step_ms_1" in auto
     assert found.commands[2].endswith("--cache-ratio 0.25") and "each layer" in auto["note"]
     assert found.commands[7].endswith("--cache-ratio 0.25 --latent.bits 16")
 
