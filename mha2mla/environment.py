@@ -189,7 +189,7 @@ def describe_environment(environment: dict[str, Any]) -> str:
 
 
 def cache_folder() -> Path:
-    """Where downloads are kept: ``MHA2MLA_CACHE``, else ``XDG_CACHE_HOME/mha2mla``, else ``~/.cache/mha2mla``."""
+    """Folder of downloads: ``MHA2MLA_CACHE``, else ``XDG_CACHE_HOME/mha2mla``, else ``~/.cache/mha2mla``."""
     if own := os.environ.get("MHA2MLA_CACHE"):
         return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")

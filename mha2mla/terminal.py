@@ -162,7 +162,7 @@ def whole_bar(desc: str, *, show: bool) -> Iterator[Span | bool]:
 
 @contextmanager
 def waiting(desc: str, *, show: bool) -> Iterator[None]:
-    """Says what goes on and for how long, where no share of it is known."""
+    """Shows a description and the elapsed time of work whose progress is not known."""
     show = show and sys.stderr is not None
     with tqdm(desc=desc, bar_format="{desc}: {elapsed}", disable=not show, **_log_options()) as bar, _refreshed(bar):
         yield

@@ -159,8 +159,8 @@ def model_latency(
 
 
 def fitting_batches(model: nn.Module, seqlen: int) -> list[int]:
-    """Those of 1, 8, 64 and 256 sequences of ``seqlen`` tokens that fit beside the weights of a model, with a tenth of
-    the memory left over; on a CPU 1 and 8."""
+    """Batches among 1, 8, 64 and 256 sequences of ``seqlen`` tokens that fit nine tenths of the GPU's memory beside the
+    model's weights; on a CPU 1 and 8."""
     if model.device.type != "cuda":
         return [1, 8]
     total = torch.cuda.get_device_properties(model.device).total_memory

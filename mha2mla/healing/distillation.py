@@ -116,7 +116,7 @@ def first_pass(distillation: Distillation, ids: Tensor, length: int) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Of a GPU; not all that ask for its memory say so by their error's type."""
+    """True for errors of a GPU without enough memory; some libraries raise them as other types."""
     said = str(error)
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in said or "ALLOC_FAILED" in said
 
@@ -128,5 +128,5 @@ def run_pass(distillation: Distillation, ids: Tensor, length: int) -> None:
 
 
 def gradients(distillation: Distillation, ids: Tensor, length: int) -> None:
-    """Those of a pass over ids [blocks, size] in windows of ``length``, added to what there is."""
+    """Accumulates the gradients of a pass over ids [blocks, size] in windows of ``length``."""
     distillation.train()(ids, torch.full((len(ids),), length))["loss"].backward()

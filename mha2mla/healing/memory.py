@@ -19,8 +19,8 @@ MARGIN = 1 / 50  # of the memory
 
 @deterministic(warn_only=True)  # the mode of train, whose kernels take other memory
 def why_not(distillation: Distillation, settings: Settings) -> str | None:
-    """What the GPU says where passes over random tokens do not fit its memory beside what training keeps; None: they
-    fit."""
+    """The GPU's error if passes over random tokens do not fit its memory beside the state of training; None if they
+    do."""
     device = distillation.student.device
     said = _try(distillation, settings)
     distillation.zero_grad()

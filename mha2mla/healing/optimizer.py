@@ -26,7 +26,7 @@ _AT_ONCE = 1 << 26
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the rate of an optimizer falls.
+    """Decay of an optimizer's rate.
 
     Attributes:
         decay: share of the steps in which the rate falls to 0, at most all that follow the warm-up.
@@ -73,7 +73,7 @@ def orthogonal_direction(gradient: Tensor) -> Tensor:
 
 
 def _alike(weights: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Those that have a gradient, by shape, as many as are orthogonalised at once."""
+    """Weights with a gradient in groups of one shape, each small enough to orthogonalise in one batch."""
     by_shape: dict[torch.Size, list[Tensor]] = {}
     for weight in weights:
         if weight.grad is not None:

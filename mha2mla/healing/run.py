@@ -354,7 +354,7 @@ def _divided(weights: Tensor | None, count: int) -> tuple[Tensor | None, Tensor 
 
 @contextmanager
 def _leftovers_named(work: Path, resume: str, *, show: bool) -> Iterator[None]:
-    """Says after an interrupt or an error what is kept, and which command goes on from there."""
+    """Names the work that is kept after an interrupt or an error, and the command that resumes it."""
     try:
         yield
     except BaseException as error:

@@ -75,7 +75,7 @@ def sharded_as(weight: Tensor, full: Tensor) -> Tensor:
 
 
 def is_sharded() -> bool:
-    """Whether the launcher asks for FSDP.
+    """True if the launcher asks for FSDP.
 
     Raises:
         ValueError: it asks for version 1, for weights in the main process alone, or for wrappers that rename weights.
@@ -111,7 +111,7 @@ def load_models(source: Path, converted: Path, device: torch.device, settings: S
 
 
 def prepare_models(teacher: nn.Module, student: nn.Module, device: torch.device, settings: Settings) -> Models:
-    """As :func:`load_models`, of models in memory: both are changed in place, and the student moves to ``device``.
+    """Prepares models in memory like :func:`load_models`: changes both in place and moves the student to ``device``.
 
     Raises:
         ImportError: adapters are asked for and PEFT is not installed.

@@ -80,7 +80,7 @@ class _Arguments(TrainingArguments):
 
 
 def _plan(arguments: TrainingArguments, settings: Settings, steps: int) -> None:
-    """What of the arguments follows from the number of steps."""
+    """Sets the arguments that depend on the number of steps."""
     schedule = SCHEDULES[settings.optimizer]
     arguments.max_steps, arguments.warmup_steps = steps, min(math.ceil(WARM_UP * steps), steps - 1)
     decay = min(max(1, round(schedule.decay * steps)), steps - arguments.warmup_steps)
@@ -300,7 +300,7 @@ class Trained:
 
     @property
     def kept(self) -> str:
-        """Which weights are."""
+        """Description of the kept weights."""
         if not self.kept_step:
             return "the conversion's weights"
         way = "" if self.kept_share == 1 else f"those {self.kept_share:.0%} of the way from the conversion's to "
@@ -460,7 +460,7 @@ def train(
 
 
 def _held_out_loss(trainer: Trainer) -> float:
-    """Of the weights as they are; unlike Trainer.evaluate no row of the history."""
+    """Loss of the current weights; adds no row to the history, unlike Trainer.evaluate."""
     loader = trainer.get_eval_dataloader()
     return trainer.evaluation_loop(loader, "Evaluation", prediction_loss_only=True).metrics["eval_loss"]
 

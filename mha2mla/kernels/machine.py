@@ -89,7 +89,7 @@ def target_of(capability: int) -> dict[str, str]:
 
 
 def check_arguments(function) -> None:
-    """That no two tensors among a TileLang function's arguments have one name.
+    """Checks that no two tensor arguments of a TileLang function have one name.
 
     The host code finds shapes by name: calls would be refused, or one tensor checked against another's shape. A loop
     over arguments in a body, as ``for x in (k_cache, v_cache)``, renames them.
@@ -206,7 +206,7 @@ def compile_for(function, capability: int, pass_configs: dict = PASS_CONFIGS) ->
 
 
 def _loaded(made: Any) -> Any:
-    """What a function returns in a listing, as it returns it otherwise."""
+    """The kernels of a listing, compiled, in the form that the function returns outside of listings."""
     if isinstance(made, Kernel):
         return made.compiled()
     return tuple(map(_loaded, made)) if type(made) is tuple else made

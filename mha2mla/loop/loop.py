@@ -228,7 +228,7 @@ class Loop:
             raise
 
     def _undo(self, chunks: list[Chunk]) -> None:
-        """Of a step that raised. The device may have lost the tokens chosen before, which the host reads therefore."""
+        """Undoes a step that raised. The host reads the tokens chosen before, since the device may have lost them."""
         self.scheduler.undo(chunks)
         self._history = None
         self._read(0)

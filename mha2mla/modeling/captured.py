@@ -350,7 +350,7 @@ class GraphStore:
         self._kept = self.failure = None
 
     def fail(self, error: Exception) -> None:
-        """Says so, once, and gives up."""
+        """Warns, and runs later steps without capture."""
         self.failure = f"{type(error).__name__}: {error}"
         self._kept = None
         warnings.warn(f"generate runs without captured decode steps: {self.failure}", stacklevel=2)

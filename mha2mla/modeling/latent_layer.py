@@ -247,7 +247,7 @@ class LatentLayer(CacheLayerMixin):
         return self._prefills or is_absorbed(query_length, self._length, self._absorbs_up_to)
 
     def append_to(self, position_ids: Tensor, starts: Tensor | None = None) -> UniformBatch:
-        """Where S new tokens of every sequence go, once :meth:`open` has made room; on the device.
+        """Cache positions of S new tokens of every sequence, on the device, after :meth:`open` has made room.
 
         Args:
             position_ids: [B or 1, S], for RoPE.

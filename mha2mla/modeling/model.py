@@ -467,7 +467,7 @@ class MHA2MLAForCausalLM(
         return self.lm_head(hidden if kept is None else hidden.index_select(0, kept))
 
     def _execution_device(self, layer_idx: int = 0) -> torch.device:
-        """Where a layer runs; the device of a weight that is offloaded is "meta" until it does."""
+        """Device that a layer runs on; an offloaded weight is on "meta" until then."""
         attention = self.model.layers[layer_idx].self_attn
         weight, hook = attention.v_b_proj, getattr(attention, "_hf_hook", None)
         if weight.device.type == "meta" and getattr(hook, "execution_device", None) is not None:

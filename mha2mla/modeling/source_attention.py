@@ -153,7 +153,7 @@ def attend(
 def warn_where_no_kernel_serves(
     heads: int, kv_heads: int, width: int, v_width: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Says once of a shape that plain torch attends on a GPU, and why."""
+    """Warns once if plain torch attends a shape on a GPU, with the reason."""
     why = explain_gqa_decode(heads, kv_heads, width, v_width, _PAGES[0], dtype, device)
     why = why or explain_attention_varlen((width,), v_width, dtype, device)
     if why is not None:

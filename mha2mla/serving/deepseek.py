@@ -45,7 +45,7 @@ GUARD = "model.kv_a_proj_with_mqa_needs_its_bias"
 
 @dataclass(frozen=True)
 class Frequencies:
-    """Where the pairs of every layer's table are in the one that DeepSeek's classes compute.
+    """Positions of every layer's rotary pairs in the table that DeepSeek's classes compute.
 
     Attributes:
         theta: its base.

@@ -43,7 +43,7 @@ MAX_COPIED_TOKENS = 65536  # 128 MiB of 1,024 elements in 16 bits, dequantised f
 
 
 class Row(NamedTuple):
-    """What an engine stores of a token and layer: ``width`` elements of ``dtype``."""
+    """Cache row of one token and layer in an engine: ``width`` elements of ``dtype``."""
 
     width: int
     dtype: torch.dtype

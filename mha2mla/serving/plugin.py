@@ -46,8 +46,8 @@ def source_free(name: str) -> str:
 
 
 def expert_parts(name: str, tensor: Tensor) -> list[tuple[str, str, int, Tensor]]:
-    """Where vLLM's layers hold the experts in a checkpoint's tensor, which is one matrix of one expert or, as models in
-    memory have them, stacks of all experts': name there, which matrix, which expert, and it. Empty for others."""
+    """Experts of a checkpoint's tensor for vLLM's layers: name there, matrix, expert, tensor. The tensor is one matrix
+    of one expert or, as in models in memory, a stack over all experts. Empty for other tensors."""
     found = _EXPERTS.fullmatch(source_free(name))
     if found is None:
         return []
@@ -66,7 +66,7 @@ def expert_parts(name: str, tensor: Tensor) -> list[tuple[str, str, int, Tensor]
 
 
 def placement(name: str) -> tuple[str, int | None]:
-    """Where vLLM's layers hold a checkpoint's tensor: its name there, and its place among those that are stacked."""
+    """Name of a checkpoint's tensor in vLLM's layers, and its index among stacked ones."""
     name = source_free(name)
     for stacked, parts in STACKED.items():
         for place, part in enumerate(parts):

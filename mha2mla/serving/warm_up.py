@@ -66,8 +66,8 @@ def compile_kernels(
 
 
 def engine_layers(config: MHA2MLAConfig, dtype: torch.dtype, ranks: int) -> list[AttentionConstants]:
-    """What backends are told of the different layers in vLLM, with one rank's heads and without speculation; its cache
-    holds latents of ``dtype`` where no kernel decodes their codes.
+    """Constants of the different layers in vLLM, with one rank's heads and without speculation. Its cache holds latents
+    of ``dtype`` if no kernel decodes their codes.
 
     Raises:
         ValueError: the ranks cannot share the heads.

@@ -237,7 +237,7 @@ class LatentProblem(Problem):
         return replace(super().geometry, rope_from_latent=True)
 
     def flops(self) -> int:
-        """Those of :class:`Problem`, and of one rotary key a token, however many queries read it."""
+        """FLOP of :class:`Problem`, and of one rotary key a token, however many queries read it."""
         read = super().geometry.decode_flops_per_token() * self.seqlen_q
         return self.tokens_seen() * (read + 2 * self.kv_lora_rank * self.qk_rope_head_dim)
 

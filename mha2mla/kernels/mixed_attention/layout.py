@@ -272,8 +272,8 @@ def saves_launches(
 
 
 def _group_launches(costs: dict[str, FormCost], layout: BatchLayout) -> int:
-    """Of all groups, with gathers of pieces that overlap (two of queries, one of results) and what writes their results
-    to the batch's, two, which a batch of one call spares."""
+    """Launches of all groups. Overlapping pieces add three gathers (two of queries, one of results) and, in a batch of
+    several calls, two copies of their results."""
     is_one_call = len(layout.groups) == 1 and not layout.waves
     overlap = sum(group.first_token < 0 for group in layout.groups)
     return len(layout.groups) * costs["absorbed"].launches + (3 if is_one_call else 5) * overlap

@@ -157,8 +157,8 @@ class MixedPlan:
         return {}
 
     def decode_plan(self, index: int, heads: int, width: int) -> DecodePlan:
-        """Of the call of the ``index``-th group, with results of ``width`` numbers a head. The same for all layers: a
-        call like one before needs few checks (``DecodePlan.memory``)."""
+        """Plan for the call of group ``index`` with results of ``width`` elements a head. All layers share it: a call
+        like an earlier one needs few checks (``DecodePlan.memory``)."""
         key = (index, heads, width)
         if key not in self._decode_plans:
             group, part = self.parts.layout.groups[index], self.parts.groups[index]

@@ -223,7 +223,7 @@ def swap_ab_ws_shared_memory(
 
 
 def column_of_code(d):
-    """Where in its row a query column must stand to meet latent column ``d``; ``d`` may be an expression.
+    """Position in its row of the query column for latent column ``d``; ``d`` may be an expression.
 
     ``ldmatrix`` gives a thread four neighbouring codes of a row, and a 16-bit register operand of depth 16 has four
     columns of a thread at 2t, 2t + 1, 2t + 8 and 2t + 9 (PTX ISA, wgmma register fragments). So within each 16 columns
@@ -402,8 +402,8 @@ def _registers(
 def _registers_of(
     shape: DecodeShape, tiling: RowTiling, warpgroups: int, resident: int, lean: int, streamers: int = 1
 ) -> tuple[int, int, int] | None:
-    """Those of :func:`_registers` for all columns; where they are not enough, ``lean`` ones if a tile is one load:
-    several addresses at a time take their registers."""
+    """Registers of :func:`_registers` for all columns. If they are too few, ``lean`` ones if a tile is one load, since
+    several addresses at a time take registers, too."""
     call = (shape.kv_lora_rank, shape.qk_rope_head_dim, tiling, warpgroups, resident)
     registers = _registers(*call, streamers=streamers)
     if registers is None and lean and shape.page_size >= 64 and shape.seqlen_q == 1:

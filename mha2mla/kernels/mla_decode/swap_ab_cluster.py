@@ -86,7 +86,7 @@ class Static(Columns, swap_ab_ws.Static):
 
 @T.macro
 def load_own_rope_queries(k, w, work, tile, half, q_pe, qp_tile):
-    """Those of warpgroup ``w``, zeros where a column is another rope head's or the other CTA's."""
+    """Loads the rotary queries of warpgroup ``w``, zeros in the columns of other rope heads and of the other CTA."""
     piece = min(k.cut.rope_columns, 64)
     for c in T.serial(k.cut.rope_columns // piece):
         for i, d in T.Parallel(k.rows, piece):

@@ -96,8 +96,8 @@ class Static(MLAStatic):
 
 @T.macro
 def load_own_rope_queries(k, w, work, tile, q_pe, qp_tile, first_column=0):
-    """Those of warpgroup ``w``, each beside zeros where other rope heads have their columns; ``first_column``: of the
-    CTA's."""
+    """Loads the rotary queries of warpgroup ``w`` with zeros in the columns of other rope heads; ``first_column`` is
+    the CTA's."""
     group, first_row, part, mine = k.tiling.heads_per_group, w * k.rows, k.rope.block_rows, k.blocks_of(w)
     piece = k.rope_cols if k.rope_cols <= 128 else 64
     for c in T.serial(k.rope_cols // piece):  # loads of a whole wide row at once would spill registers

@@ -58,12 +58,12 @@ class RowQuantizer:
 
     @property
     def middle(self) -> float:
-        """What stands for zero: half of the last code, of a trellis of the last level's number."""
+        """Code of zero: half of the last code; half of the last level's number for a trellis."""
         return (2**self.bits - 1) / 2 if self.trellis is None else self.trellis.middle
 
     @property
     def unit(self) -> float:
-        """Of levels, in root mean squares of a row."""
+        """Distance of two levels, in root mean squares of a row."""
         return STEPS[self.bits] if self.trellis is None else self.trellis.unit
 
     @property

@@ -71,7 +71,7 @@ class Unit(Buffers):
 
 
 def level_buffers() -> dict:
-    """What a thread needs to find a ``level``. Expressions without them would be written out 27-fold."""
+    """Registers of a thread that looks for a ``level``; without them expressions would be expanded 27-fold."""
     return {name: T.alloc_local([1], T.float32) for name in ("level", "bent", "large")}
 
 
@@ -165,8 +165,8 @@ def dequantise(k, source, at, g, h, x):
 
 
 def path_buffers() -> dict:
-    """What a thread needs to search a chain: an element, its ``code``, subset ``number`` and, in ``word``, its place
-    there; the rest is :func:`search`'s."""
+    """Registers of a thread that searches a chain: an element, its ``code``, subset ``number`` and, in ``word``, its
+    place there; the rest is :func:`search`'s."""
     return {
         "value": T.alloc_local([1], T.float32),
         "code": T.alloc_local([1], T.int32),
@@ -413,7 +413,7 @@ def make_append_codes(
 
     @T.macro
     def pack(h, x):
-        """What unit ``h`` has of its block's words."""
+        """Packs the codes of unit ``h`` into its part of the block's words."""
         for plane, shift in k.planes:
             for u in list(range(2)):
                 if plane == 8:
