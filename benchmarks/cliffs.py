@@ -71,8 +71,8 @@ NAMED = (
 OTHERS = {
     (80, 8, 320, 16, 64, 1): (("swap_ab_ws", 3, ""), ("heads_on_m", 2, "lazy")),
     (5, 5, 512, 64, 64, 5): (("heads_on_m", 5, "lazy"),),
-    (64, 1, 768, 64, 64, 1): tuple(("swap_ab_cluster", *way) for way in ((1, ""), (1, "turns"), (2, ""))),
-    (36, 4, 1024, 32, 64, 1): tuple(("swap_ab_cluster", *way) for way in ((1, "narrow"), (1, "turns"), (2, ""))),
+    (64, 1, 768, 64, 64, 1): tuple(("swap_ab_cluster", *way) for way in ((1, ""), (2, ""))),
+    (36, 4, 1024, 32, 64, 1): tuple(("swap_ab_cluster", *way) for way in ((1, "narrow"), (2, ""))),
     (40, 1, 512, 128, 64, 1): (("swap_ab_cluster", 1, ""), ("swap_ab_cluster", 1, "narrow")),
     (28, 1, 512, 128, 64, 4): (("swap_ab_cluster", 2, ""),),
     (9, 0, 192, 128, 64, 4): (("latent_ws", 2, ""),),

@@ -19,7 +19,6 @@ from mha2mla.kernels.mla_decode.quantization import (
 )
 from mha2mla.kernels.ops import (
     Argument,
-    accumulator,
     argument_error,
     capability,
     check_tensors,
@@ -108,7 +107,7 @@ def rotary_keys(latent: Tensor, rope: LatentRope, positions: Tensor) -> Tensor:
         k_pe [..., d_r] in the dtype of ``latent``. Angles, cos and sin are float64 (a float32 angle at position 131,072
         is off by up to 4e-3); products and rotation float64 for float64 latents, float32 for all others.
     """
-    dtype = accumulator(latent.dtype)
+    dtype = torch.float64 if latent.dtype == torch.float64 else torch.float32
     raw = F.linear(latent.to(dtype), rope.weight.to(dtype), rope.bias.to(dtype))
     return rotate_keys(raw, rope.inv_freq, rope.scaling, positions).to(latent.dtype)
 
@@ -123,7 +122,8 @@ def rotate_keys(raw: Tensor, inv_freq: Tensor, scaling: float, positions: Tensor
     Returns:
         [..., d_r] in the dtype of ``raw``; products float64 for float64, float32 for all others.
     """
-    dtype, frequency = accumulator(raw.dtype), inv_freq.to(torch.float64)
+    dtype = torch.float64 if raw.dtype == torch.float64 else torch.float32
+    frequency = inv_freq.to(torch.float64)
     angle = positions[..., None].to(torch.float64) * frequency
     factor = torch.ones_like(frequency).masked_fill(frequency != 0, scaling)
     cos, sin = (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
@@ -357,7 +357,7 @@ def kept_keys(
         dtype: of the keys; arithmetic in float64 for that, else in float32.
         backend: as of :func:`compute_rotary_keys`, of positions [T] int32.
     """
-    wide = accumulator(dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
     bias = rope.bias.to(wide).expand(*positions.shape, -1)
     if runs_compiled(backend, codes.device, dtype):
         bias = _rotate(bias.contiguous(), rope, positions)
@@ -414,7 +414,7 @@ def rotate_reference(
     """
     if not x.numel():
         return torch.empty_like(x, memory_format=torch.contiguous_format)
-    arithmetic = accumulator(x.dtype)
+    arithmetic = torch.float64 if x.dtype == torch.float64 else torch.float32
     angle = positions.to(arithmetic)[:, None, None] * inv_freq.to(arithmetic)  # [N, G, d_r / 2]
     angle = angle.repeat_interleave(x.shape[1] // inv_freq.shape[0], dim=1)
     factor = torch.ones_like(inv_freq, dtype=arithmetic).masked_fill(inv_freq != 0, attention_scaling)
