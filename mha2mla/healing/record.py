@@ -113,11 +113,12 @@ class HealingReport:
                 for row in self.rows
             ),
             "held-out KL": f"{trained.held_out_before:.4g} -> {trained.held_out_last:.4g}, best"
-            f" {trained.held_out_best:.4g} after step {trained.best_step}; kept are {trained.kept}, with"
-            f" {trained.held_out_kept:.4g}; of training {usual:.4g} in the median, at most {largest:.4g} at step {at}",
-            **({"better": better} if trained.best_step == 0 or worse else {}),
+            f" {trained.held_out_best:.4g} after step {trained.best_step}; weights kept: {trained.kept}, with"
+            f" {trained.held_out_kept:.4g}",
+            "training KL": f"median {usual:.4g}, largest {largest:.4g} at step {at}",
             **({"worse": "; ".join(worse)} if worse else {}),
-            "rate": f"{self.settings.rate:.3g} by {self.settings.optimizer}{why}",
+            **({"try": better} if trained.best_step == 0 or worse else {}),
+            "rate": f"{self.settings.rate:.3g}, optimizer {self.settings.optimizer}{why}",
             "trained": f"{_WHAT[self.settings.train]}, {self.trained_parameters:,} of {self.parameters:,} parameters;"
             f" {trained.tokens:,} tokens in {trained.steps:,} steps, {trained.passes:.2f} passes over"
             f" {text['unique_tokens']:,} of {text['name']}",

@@ -131,7 +131,7 @@ def test_heal_measures_its_rate_once(optimizer, folders, tmp_path, monkeypatch):
     assert report.settings.rate == measured_rate(report.first_steps)
     assert report.trained.held_out_best < report.trained.held_out_before
     why = f", {said_of(report.first_steps)}"
-    assert report.lines()["rate"] == f"{report.settings.rate:.3g} by {optimizer}{why}" and WHY in why
+    assert report.lines()["rate"] == f"{report.settings.rate:.3g}, optimizer {optimizer}{why}" and WHY in why
     given = mha2mla.heal(*folders, tmp_path / "given", **keys, rate=report.settings.rate)
-    assert given.first_steps == () and given.lines()["rate"] == f"{report.settings.rate:.3g} by {optimizer}"
+    assert given.first_steps == () and given.lines()["rate"] == f"{report.settings.rate:.3g}, optimizer {optimizer}"
     assert given.weights_sha256 == report.weights_sha256

@@ -69,8 +69,8 @@ def test_loss_falls_and_attention_alone_changes(folders, tmp_path):
     assert (report.trained.steps, report.trained.tokens, report.trained.kept_step > 0) == (100, 12800, True)
     losses = {row["step"]: row["kl"] for row in report.trained.curve if "kl" in row}
     largest = max(losses, key=losses.get)
-    said = f"of training {statistics.median(losses.values()):.4g} in the median, at most {losses[largest]:.4g} at step"
-    assert len(losses) == 100 and report.lines()["held-out KL"].endswith(f"{said} {largest}")
+    said = f"median {statistics.median(losses.values()):.4g}, largest {losses[largest]:.4g} at step {largest}"
+    assert len(losses) == 100 and report.lines()["training KL"] == said
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", folders[1]))
     assert ours.keys() == theirs.keys()
     same = {name for name in ours if torch.equal(ours[name], theirs[name])}
@@ -348,12 +348,12 @@ def test_a_rate_too_large_keeps_the_conversion(folders, tmp_path):
     assert report.trained.held_out_last > report.trained.held_out_before == report.trained.held_out_best
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", folders[1]))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert report.lines()["better"] == "a rate below 1"
+    assert report.lines()["try"] == "a rate below 1"
     own = dataclasses.replace(report, text={**report.text, "name": "generated-diverse"})
-    assert own.lines()["better"] == "a rate below 1, or documents of yours as half of the text"
+    assert own.lines()["try"] == "a rate below 1, or documents of yours as half of the text"
     last = heal(folders, tmp_path / "last", rate=1.0, tokens=256, keep="last", train="all")
     assert last.trained.kept_step == 2 and last.rows[0]["kl_after"] > last.rows[0]["kl_before"]
-    assert last.lines()["better"] == "a rate below 1, or attention alone"
+    assert last.lines()["try"] == "a rate below 1, or attention alone"
     assert last.lines()["worse"].startswith("KL ") and "builtin:prose" in last.lines()["worse"]
     assert "worse" not in report.lines() and "with the weights that are kept, the conversion's weights." in (
         tmp_path / "out" / "README.md"
