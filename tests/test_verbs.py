@@ -16,9 +16,10 @@ def test_convert_inspect_and_evaluate(tiny_source, tmp_path, capsys):
     assert run("convert", tiny_source, destination, "--cache-ratio", 0.5, *small, "--json", record) == 0
     shown = capsys.readouterr()
     assert "preset: quick, chosen by auto" in shown.err
-    # Lines, where three screens of tables were: the ratio at two lengths, cache, weights, where, how to load, better.
+    # The summary alone, without tables.
     names = [line.partition(":")[0] for line in shown.out.splitlines()]
-    assert names == ["perplexity", "cache", "weights", "written to", "prompts", "load with", "better"]
+    said = ["perplexity", "cache", "decode", "weights", "written to", "prompts", "load with", "less loss"]
+    assert names == said
     assert f'mha2mla.load("{destination}")' in shown.out and re.search(r"\d bits|bits \d", shown.out)
     assert 0.3 < float(re.search(r"([\d.]+) of the source's", shown.out)[1]) <= 0.5
     assert json.loads(record.read_text()) == json.loads((destination / "conversion.json").read_text())

@@ -153,7 +153,8 @@ class ConversionReport:
         return {
             "perplexity": f"{ratio}; KL {parity.kl:.3g}, top-1 agreement {parity.top1_agreement:.4f}",
             "cache": f"{self.cache_ratio:.4f} of the source's{kept}, {cached:,} bytes of {before:,} per token in"
-            f" bfloat16 ({self.geometry}{by_layer}); {self.decode_backend}",
+            f" bfloat16 ({self.geometry}{by_layer})",
+            "decode": self.decode_backend,
             "weights": f"{self.weight_growth:.4f} x the source's parameters, {self.parameters:,} after"
             f" {self.source_parameters:,}; {self.weight_bytes:,} bytes after {self.source_weight_bytes:,}",
             "written to": f"{self.destination} in {self.seconds['total']:.0f} s, peak memory"
@@ -162,7 +163,7 @@ class ConversionReport:
             **({"prompts": self.prompt_note} if self.prompt_note else {}),
             **({"not fitted": ". ".join(fallbacks)} if fallbacks else {}),
             "load with": f'model, tokenizer = mha2mla.load("{self.destination}")',
-            "better": self.better,
+            "less loss": self.better,
         }
 
     def __str__(self) -> str:
