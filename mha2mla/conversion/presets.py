@@ -124,7 +124,7 @@ def choose_preset(preset: str, given: Mapping[str, Any], device_type: str) -> tu
     best = _best(given.get("layout", DEFAULT_LAYOUT))
     if device_type == "cuda":
         return best, f"{best}, chosen by auto: the best there is, on a GPU"
-    return "quick", "quick, chosen by auto: minutes without a GPU"
+    return "quick", "quick, chosen by auto: without a GPU, no gradient steps"
 
 
 def better_than(preset: str, layout: str, cache_ratio: float | None) -> str:

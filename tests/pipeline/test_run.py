@@ -46,7 +46,7 @@ def test_every_recipe_runs_and_reloads_as_measured(layout, selection, low_rank, 
 @pytest.mark.parametrize(
     ("arguments", "preset", "says"),
     [
-        ({}, "quick", "quick, chosen by auto: minutes without a GPU"),
+        ({}, "quick", "quick, chosen by auto: without a GPU, no gradient steps"),
         ({"recipe": {"cache_ratio": 0.25}, "preset": "quick"}, "quick", "quick, as asked for; with cache_ratio=0.25"),
         ({"recipe": {"preset": "minimal", "layout": "shared"}}, "minimal", "minimal, as asked for; with layout='sha"),
     ],
