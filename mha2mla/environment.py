@@ -82,7 +82,7 @@ def thread_hint(device: str | None) -> str:
             f"{cores} threads, but this container may use {quota:.3g} cores: set OMP_NUM_THREADS={max(1, int(quota))}"
         )
     if cores > 1 and load > cores / 2:
-        return f"{cores} threads beside other work (load {load:.1f} on {cores} cores): OMP_NUM_THREADS=N takes fewer"
+        return f"{cores} threads beside other work (load {load:.1f} on {cores} cores); OMP_NUM_THREADS=N uses fewer"
     return ""
 
 

@@ -338,7 +338,7 @@ ADAPTERS: Mapping[str, FamilyAdapter] = MappingProxyType(
 # Families that people will try, with the reason; any other unknown name is refused as unknown.
 _REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        "mha2mla": "it is already converted; mha2mla.convert takes it to the layout 'latent' alone, exactly",
+        "mha2mla": "it is already converted; convert takes it only to the layout 'latent', without loss",
         "deepseek_v2": "its attention already is MLA",
         "deepseek_v3": "its attention already is MLA",
         "gemma2": "it soft-caps its attention logits, which no decode kernel here does",

@@ -43,13 +43,13 @@ from mha2mla.trial_models import SHAPES, source_config
 CACHE_RATIOS = (0.5, 0.3125, 0.25, 0.1875, 0.125)
 PORTABLE = "latent_portable"  # 2.1 ms for 268 MB of latents on an H200 (docs/limits.md): bound by neither limit
 STEP_NOTE = (
-    "Largest batch and context: weights and cache in nine tenths of the memory, bfloat16. Step times are predicted:"
-    " reading and multiplying, without gaps and communication. Measured on one H200: steps took"
-    f" {MEASURED_OVER_PREDICTED[0]} to {MEASURED_OVER_PREDICTED[1]} times as long, attention over computed rotary keys"
-    f" alone {ATTENTION_OVER_PREDICTED[0]:.2f} to {ATTENTION_OVER_PREDICTED[1]:.2f} times. Other GPUs: not measured."
-    " Over codes: as over 16 bits of the same rank; attention alone took"
-    f" {CODES_OVER_PREDICTED[0]:.2f} to {CODES_OVER_PREDICTED[1]:.2f} times as long. The source's row is the bound of"
-    " any implementation."
+    "Largest batch and context: weights and cache in nine tenths of the memory, bfloat16. Step times are predicted from"
+    " bytes read and products, without gaps and communication. On one H200 steps took"
+    f" {MEASURED_OVER_PREDICTED[0]} to {MEASURED_OVER_PREDICTED[1]} times their prediction, attention alone over"
+    f" computed rotary keys {ATTENTION_OVER_PREDICTED[0]:.2f} to {ATTENTION_OVER_PREDICTED[1]:.2f} times. Other GPUs:"
+    " not measured. Codes are predicted as 16 bits of the same rank; attention over them alone took"
+    f" {CODES_OVER_PREDICTED[0]:.2f} to {CODES_OVER_PREDICTED[1]:.2f} times that. The source's row is a lower bound"
+    " on the time of any implementation."
 )
 COST_NOTE = (
     "Estimates from measured conversions of up to 8B parameters; larger layers are extrapolated, and memory of smaller"
