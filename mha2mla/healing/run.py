@@ -141,7 +141,7 @@ def heal(
 
     Raises:
         ValueError: a bad setting, text, device or log, or a launcher's choice for FSDP, by name; the loss became NaN.
-        CheckpointError: ``converted`` is no conversion of ``source``, or either is damaged.
+        CheckpointError: ``converted`` is no conversion of ``source``; or either is damaged, or changes meanwhile.
         DestinationError: the destination cannot be written or may not be replaced.
         ResumeError: an interrupted healing with other settings, or another interrupted command's files, lie there.
         ImportError: adapters are asked for and PEFT is not installed.
@@ -180,7 +180,8 @@ def heal(
         work, checkpoints = folder / WORK_FOLDER, folder / WORK_FOLDER / _CHECKPOINTS
         stack.enter_context(_leftovers_named(work, resume, show=progress and processes.is_main))
         weight_files, others = opened_source.identity()
-        files = {**weight_files, **others}
+        converted_files, converted_others = opened.identity()
+        files, of_converted = {**weight_files, **others}, {**converted_files, **converted_others}
         record = check_pair(opened_source, opened, weight_files)
         compared = _compared_texts(opened_source, record)
         digests = {name: each.sha256 for name, each in files.items()}
@@ -196,7 +197,10 @@ def heal(
             "versions": {name: installed_version(name) for name in ("mha2mla", "torch", "transformers", "accelerate")},
             "code": code_hash("healing", "kernels/row_codes/api.py"),
         }
-        with faults_of_the_source_named(opened_source.folder, files):
+        with (
+            faults_of_the_source_named(opened_source.folder, files),
+            faults_of_the_source_named(opened.folder, of_converted),
+        ):
             pieces = processes.share(lambda: _open_work(work, request, resume))
             models = load_models(opened_source.folder, opened.folder, place, chosen)
             distillation = Distillation(models, torch.bfloat16 if place.type == "cuda" else None)

@@ -20,6 +20,7 @@ import mha2mla
 from mha2mla.checkpoints import CheckpointError
 from mha2mla.conversion.destination import DestinationError
 from mha2mla.conversion.resume import ResumeError
+from mha2mla.conversion.source.files import SourceChangedError
 from mha2mla.eval.inspection import verify_weights
 from mha2mla.healing import distillation, run, student, text, training
 from mha2mla.healing.settings import Optimizer
@@ -27,7 +28,7 @@ from tests.commands import ROOT, parse
 from tests.conversion import tiny
 from tests.conversion.tiny import SHORT
 from tests.few import each
-from tests.folders import interrupted_layer
+from tests.folders import edit_config, interrupted_layer
 from tests.healing.conftest import LATENT
 
 OPTIMIZERS = get_args(Optimizer)
@@ -511,6 +512,22 @@ def test_what_is_no_conversion_of_the_source_is_refused(folders, tmp_path):
     with pytest.raises(CheckpointError, match="has no conversion.json"):
         heal((source, unnamed), tmp_path / "none")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out", "unnamed"]
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["source", "converted"])
+def test_a_checkpoint_that_changes_during_the_run_is_named(which, folders, tmp_path, monkeypatch):
+    """The trained weights beside the config, and the frozen weights, of another conversion."""
+    copies = [shutil.copytree(folder, tmp_path / name) for folder, name in zip(folders, "ab", strict=True)]
+
+    def changing(*arguments, **keys):
+        edit_config(copies[which], rms_norm_eps=0.01)
+        return train(*arguments, **keys)
+
+    train = run.train
+    monkeypatch.setattr(run, "train", changing)
+    with pytest.raises(SourceChangedError, match=f"{'ab'[which]}/config.json changed"):
+        heal(copies, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_bad_arguments_are_refused_by_name(folders, tmp_path):
