@@ -271,6 +271,7 @@ def heal(
                 made.clear()
                 check_unchanged(opened_source.folder, files)
                 rows = _compare(opened_source, opened, open_converted(folder), compared, place, folder, progress)
+                config = opened.config.with_options(rotary_key_cache="none")
                 report = HealingReport(
                     destination=str(final),
                     settings=chosen,
@@ -278,7 +279,7 @@ def heal(
                     trained=result,
                     text=about,
                     rows=tuple(rows),
-                    cache_ratio=record["cache_ratio"],
+                    cache_ratio=config.cache_bytes_per_token(2) / config.source_cache_bytes_per_token(2),
                     device=device_name(place),
                     seconds=time.perf_counter() - started,
                     weights_sha256=written.sha256,

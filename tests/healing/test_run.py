@@ -152,6 +152,13 @@ def test_healed_checkpoint_is_a_conversion_with_both_figures(folders, tmp_path):
     assert json.loads(twice)["healing"]["earlier"] == new["healing"]
 
 
+def test_cache_ratio_after_a_change_of_layout_is_of_the_source(source, tmp_path):
+    tiny.convert(source, tmp_path / "shared", {**LATENT, "layout": "shared", "cache_ratio": 0.5})
+    tiny.convert(tmp_path / "shared", tmp_path / "latent", {"layout": "latent"}, evaluation="builtin:prose")
+    report = heal((source, tmp_path / "latent"), tmp_path / "out", tokens=128)
+    assert report.cache_ratio == 0.5 and "0.5000 of the source's" in str(report)
+
+
 def test_records_name_no_folder_of_the_text(folders, tmp_path):
     (tmp_path / "mine.txt").write_text("keys and values " * 200)
     keys = {"text": f"{tmp_path}/mine.txt+builtin:prose", "length": 32, "long_length": 32, "tokens": 128}
