@@ -151,6 +151,8 @@ def inspect_checkpoint(
         record = _record(folder)
         measured, run, layers = measured_rows(record), _run(record), [dict(row) for row in record.get("rows", [])]
         healed = {"healed": _healing(record["healing"])} if "healing" in record else {}
+        against = "the conversion before its change of layout, not the source"
+        moved = {"losses relative to": against} if record.get("model_type") == config.model_type else {}
     summary = {
         "source": record.get("source_name") or config.source_config.get("_name_or_path") or None,
         "source model_type": config.source_config.get("model_type"),
@@ -167,6 +169,7 @@ def inspect_checkpoint(
         "bytes of weights, as stored": stored,
         "calibrated length": _calibrated_length(config, record),
         "schema version": config.schema_version,
+        **moved,
         **healed,
         **flat({"recipe": config.recipe or {}}),
     }

@@ -79,6 +79,8 @@ def test_ranks_by_layer_shards_records_and_files(converted, tmp_path):
     assert f"| 112 (1.0000; {kept}) |" in card and f"({kept})" in str(report)
     inspected = inspect_checkpoint(tmp_path / "out", "float32")
     assert inspected.summary["cache bytes per token"] == 4 * 56
+    key, before_moving = "losses relative to", inspect_checkpoint(converted).summary
+    assert "not the source" in inspected.summary[key] and key not in before_moving  # whose sizes stand beside them
     assert [row["bytes_per_token_and_layer"] for row in inspected.geometries] == [4 * 32, 4 * 24]
     assert {row["rotary_keys"] for row in inspected.geometries} == {"from the latent"}
     edit_json(tmp_path / "out" / "config.json", rotary_key_cache="bfloat16")
