@@ -26,7 +26,7 @@ from mha2mla.eval.plots import LAYER_COLUMNS, loss_by_layer
 from mha2mla.eval.report import VALUE_COLUMNS, filled, html_table, markdown_table, value_rows, write_json
 from mha2mla.geometry import MLAGeometry, kept_keys_share
 from mha2mla.modeling import LayerAttention, MHA2MLAConfig, what_serves
-from mha2mla.modeling.config import CODE_FILES
+from mha2mla.modeling.config import CODE_FILES, cache_bytes, cached_tokens
 from mha2mla.modeling.served import describe, widest_served
 from mha2mla.modeling.stored_tensors import num_parameters
 from mha2mla.pipeline.check import Arguments, HeldOut
@@ -52,7 +52,8 @@ class ConversionReport:
         geometry: of every layer; but for the rank and bits, where ``layers`` says so.
         cache_numel_per_token, source_cache_numel_per_token: elements cached per token, all layers.
         cache_bytes_per_token: bytes of these in a cache of 16 bits; latents that are codes with their scales.
-        kept: ``cache_ratio`` with rotary keys kept (``rotary_key_cache``), in words.
+        kept: ``cache_ratio`` with rotary keys kept (``rotary_key_cache``), and at the source's whole context where it
+            has sliding windows, in words.
         recipe: every key of it.
         searches: what the conversion chose by itself, and what each choice would have lost.
         preset: which one, why, and the keys that were changed from it.
@@ -196,6 +197,8 @@ def make_report(
     """
     geometries = [layer.geometry for layer in serving]
     (text, parity), (long_text, long_parity) = (*zip(held_out, parities, strict=True), (None, None))[:2]
+    kept = kept_keys_share(geometries, 2 * others["source_cache_numel_per_token"])
+    notes = (kept, _note_on_windows(source.config, config))
     return ConversionReport(
         name=Path(arguments.destination).resolve().name,
         source=str(opened.folder),
@@ -208,7 +211,7 @@ def make_report(
         recipe=config.recipe,
         calibrated_length=config.calibrated_length,
         device=str(source.device),
-        kept=kept_keys_share(geometries, 2 * others["source_cache_numel_per_token"]),
+        kept="; ".join(filter(None, notes)),
         evaluation_text=text.text,
         evaluation_length=text.tokens.shape[1],
         compute_dtype=str(arguments.compute_dtype).removeprefix("torch."),
@@ -229,6 +232,16 @@ def make_report(
         weights_sha256=written.sha256,
         **others,
     )
+
+
+def _note_on_windows(source: PreTrainedConfig, config: MHA2MLAConfig) -> str:
+    """Share of the source's cache at its whole context, where sliding windows drop tokens that the converted model's
+    caches keep; empty where they drop none."""
+    length = source.max_position_embeddings
+    if min(cached_tokens(source, length)) >= length - 1:
+        return ""
+    share = cache_bytes(config, length, 2) / cache_bytes(source, length, 2)
+    return f"{share:.4f} at {length:,} tokens, where the source's sliding windows drop all but the newest"
 
 
 def note_on_steps(config: MHA2MLAConfig, geometry: MLAGeometry, spec: SourceSpec) -> str:

@@ -47,6 +47,26 @@ def test_the_folder_is_a_whole_checkpoint(tmp_path):
     assert not [path.name for path in out.iterdir() if path.name.startswith(("shard-", "activations-"))]
 
 
+@pytest.mark.parametrize("case", ["mistral-sliding", "gemma3", "llama"])
+def test_share_of_a_cache_with_sliding_windows_is_said(case, checkpoint_of, tmp_path):
+    report = convert(checkpoint_of(case), tmp_path / "out")
+    length = 256  # the source's whole context
+    held = []
+    for folder in (checkpoint_of(case), tmp_path / "out"):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        with torch.no_grad():
+            cache = model(tiny.some_tokens(1, length), use_cache=True).past_key_values
+        if hasattr(cache, "nbytes"):
+            held.append(cache.nbytes * length / cache.capacity)
+        else:
+            held.append(sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers))
+    said = f"{held[1] / held[0]:.4f} at 256 tokens"
+    has_windows = case != "llama"
+    for text in (str(report), (tmp_path / "out" / "README.md").read_text()):
+        assert (said in text) is has_windows and ("sliding windows" in text) is has_windows
+    assert report.cache_ratio == 0.5
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_tokenizer_keeps_the_class_of_the_source(named, tmp_path):
     """Qwen2Tokenizer splits "12" into digits; the class that tokenizer_config.json names does not."""
