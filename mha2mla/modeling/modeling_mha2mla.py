@@ -28,10 +28,15 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_layers import GenericForSequenceClassification
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, MoeCausalLMOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    MoeCausalLMOutputWithPast,
+    SequenceClassifierOutputWithPast,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
-from transformers.utils import can_return_tuple
+from transformers.utils import ModelOutput, can_return_tuple
 
 from .configuration_mha2mla import MHA2MLAConfig
 
@@ -373,6 +378,58 @@ class MHA2MLAPreTrainedModel(PreTrainedModel):
             return value
         return getattr(self.config, output, None) or getattr(self.model.config, output, None) or False
 
+    def _new_cache(self) -> Cache:
+        return DynamicCache(config=self.model.config)
+
+    def _base_inputs(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | list[int] | None = None,
+        **others: Any,
+    ) -> dict[str, Any]:
+        """Arguments of the base model for those of a call: the config's defaults, a new cache, places in it, and
+        ``mla_attentions``, which takes the weights of every layer.
+
+        Raises:
+            ValueError: not exactly one of ``input_ids`` and ``inputs_embeds``; ``position_ids`` that a cache of latents
+                alone cannot serve; ``output_attentions`` without eager attention.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            given = "neither" if input_ids is None else "both"
+            raise ValueError(f"input_ids and inputs_embeds: {given} given; expected exactly one of them")
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if use_cache and past_key_values is None:
+            past_key_values = self._new_cache()
+        if self._is_wanted("output_attentions", output_attentions):
+            if self.config._attn_implementation != "eager":
+                raise ValueError(
+                    f"output_attentions is True with attn_implementation {self.config._attn_implementation!r}; expected"
+                    " 'eager', which alone computes them"
+                )
+            others["mla_attentions"] = {}
+        if hidden_states := self._is_wanted("output_hidden_states", output_hidden_states):
+            others["output_hidden_states"] = hidden_states
+        if past_key_values is not None and not self.model.layers[0].self_attn.geometry.has_rope_cache:
+            tokens = input_ids if inputs_embeds is None else inputs_embeds
+            placed = position_ids, attention_mask, tokens.shape[1], tokens.device
+            position_ids = cache_positions(past_key_values, *placed)
+        return {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "inputs_embeds": inputs_embeds,
+            "use_cache": use_cache,
+            **others,
+        }
+
 
 class MHA2MLAModel(MHA2MLAPreTrainedModel):
     """The source's base model with :class:`MLAAttention` in every layer, as ``model``."""
@@ -384,14 +441,18 @@ class MHA2MLAModel(MHA2MLAPreTrainedModel):
         self.model = self._build_base_model()
         self.post_init()
 
+    @can_return_tuple
     def forward(self, input_ids: Tensor | None = None, **options: Any) -> BaseModelOutputWithPast:
         """Runs the source's base model: ``attention_mask``, ``position_ids``, ``past_key_values``, ``inputs_embeds``, …
 
         Returns:
             ``last_hidden_state`` [B, S, hidden] after the final norm, and what else was asked for.
+
+        Raises:
+            ValueError: as :meth:`MHA2MLAForCausalLM.forward`.
         """
-        options["output_hidden_states"] = self._is_wanted("output_hidden_states", options.get("output_hidden_states"))
-        return self.model(input_ids=input_ids, **options)
+        inputs = self._base_inputs(input_ids, **options)
+        return _with_attentions(self.model(**inputs), inputs)
 
 
 class MHA2MLAForSequenceClassification(GenericForSequenceClassification, MHA2MLAPreTrainedModel):
@@ -406,6 +467,24 @@ class MHA2MLAForSequenceClassification(GenericForSequenceClassification, MHA2MLA
         self.model = self._build_base_model()
         self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
         self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutputWithPast:
+        """Scores [B, num_labels] as ``logits``; arguments and errors as of transformers' own classes, and
+        ``position_ids`` as :meth:`MHA2MLAForCausalLM.forward` takes them."""
+        given = input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache
+        inputs = self._base_inputs(*given, **kwargs)
+        return _with_attentions(super().forward(labels=labels, return_dict=True, **inputs), inputs)
 
 
 class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
@@ -473,44 +552,20 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
                 steps, CUDA graphs). By an assertion on the device, so that on a GPU it shows at the next
                 synchronisation.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            given = "neither" if input_ids is None else "both"
-            raise ValueError(f"input_ids and inputs_embeds: {given} given; expected exactly one of them")
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
-        if use_cache and past_key_values is None:
-            past_key_values = self._new_cache()
-        output_attentions = self._is_wanted("output_attentions", output_attentions)
-        if output_attentions and self.config._attn_implementation != "eager":
-            raise ValueError(
-                f"output_attentions is True with attn_implementation {self.config._attn_implementation!r}; expected "
-                "'eager', which alone computes them"
-            )
-        tokens = input_ids if inputs_embeds is None else inputs_embeds
-        batch, new_tokens = tokens.shape[:2]
+        asked = use_cache, output_attentions, output_hidden_states
+        inputs = self._base_inputs(
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, *asked, **kwargs
+        )
+        past_key_values, attentions = inputs["past_key_values"], inputs.get("mla_attentions")
+        batch, new_tokens = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
         output_router_logits, counted = self._is_wanted("output_router_logits", output_router_logits), None
         if output_router_logits and is_padding_mask(attention_mask):
             cached = 0 if past_key_values is None else past_key_values.get_seq_length()
             columns = torch.arange(new_tokens, device=attention_mask.device) + cached
             counted = attention_mask.expand(batch, -1)[:, columns]
-        if past_key_values is not None and not self.model.layers[0].self_attn.geometry.has_rope_cache:
-            position_ids = cache_positions(past_key_values, position_ids, attention_mask, new_tokens, tokens.device)
-        attentions: dict[int, Tensor] | None = {} if output_attentions else None
-        wanted = {
-            "output_hidden_states": self._is_wanted("output_hidden_states", output_hidden_states),
-            "output_router_logits": output_router_logits,
-            "mla_attentions": attentions,
-        }
-        outputs, step = self._run_base_model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **{name: value for name, value in wanted.items() if value not in (None, False)},
-            **kwargs,
-        )
+        if output_router_logits:
+            inputs["output_router_logits"] = True
+        outputs, step = self._run_base_model(**inputs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits, loss = self.lm_head(outputs.last_hidden_state[:, kept]), None
         if labels is not None:
@@ -531,9 +586,6 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
             past_key_values.advance(new_tokens)
         return made(loss=loss, **results)
 
-    def _new_cache(self) -> Cache:
-        return DynamicCache(config=self.model.config)
-
     def _run_base_model(self, **inputs: Any) -> tuple[BaseModelOutputWithPast, Any]:
         """Outputs of the base model; and what has put tokens into the cache that are to be counted, or None."""
         return self.model(**inputs), None
@@ -541,6 +593,13 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
     def create_masks_for_generate(self, config: PreTrainedConfig, **inputs: Any) -> Any:
         """``generate``'s masks over a static cache: those of the source's architecture."""
         return create_masks_for_generate(config=self.model.config, **inputs)
+
+
+def _with_attentions(outputs: ModelOutput, inputs: dict[str, Any]) -> ModelOutput:
+    """``outputs`` with the attention weights that the layers left in ``inputs["mla_attentions"]``, if there are any."""
+    if (attentions := inputs.get("mla_attentions")) is None:
+        return outputs
+    return type(outputs)(**{**outputs, "attentions": tuple(attentions.values())})
 
 
 def load_balancing_loss(source: PreTrainedConfig, routers: tuple[Tensor, ...], counted: Tensor | None) -> Tensor:

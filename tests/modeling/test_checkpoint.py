@@ -186,6 +186,30 @@ def test_classifier_has_the_sources_scores_and_trains(tmp_path, rope_from_latent
     assert float(mine.model.layers[0].self_attn.v_b_proj.grad.norm()) > 0
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [AutoModel, AutoModelForSequenceClassification])
+def test_heads_share_positions_outputs_and_defaults(tmp_path, kind):
+    """The base model and the classifier, over the cache that they make: as without one, or refused."""
+    models.mla_model("latent").save_pretrained(tmp_path)
+    model = kind.from_pretrained(tmp_path, pad_token_id=0, attn_implementation="eager").eval()
+    ids, mask = models.tokens(2, 12), models.left_mask(12, 0, 5)
+    numbered = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    made, expected = model(ids, **numbered), model(ids, use_cache=False, **numbered)
+    assert made.past_key_values.get_seq_length() == 12 and expected.past_key_values is None
+    assert models.relative_error(made[0][:, -1], expected[0][:, -1]) < models.TOLERANCE
+    with pytest.raises(ValueError, match="position_ids do not count on"):
+        model(ids, position_ids=torch.arange(12)[None] % 7)
+
+    assert [weights.shape for weights in model(ids, output_attentions=True).attentions] == [(2, 6, 12, 12)] * 2
+    model.config.output_attentions = model.config.output_hidden_states = True
+    assert len(model(ids).attentions) == 2 and len(model(ids).hidden_states) == 3
+    model.config.use_cache = False
+    assert model(ids).past_key_values is None
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="output_attentions is True"):
+        model(ids)
+
+
 def test_causal_model_loads_from_a_classifier(tmp_path):
     models.mla_model("shared").save_pretrained(tmp_path / "a")
     AutoModelForSequenceClassification.from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")
