@@ -391,9 +391,10 @@ class MHA2MLAPreTrainedModel(PreTrainedModel):
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | list[int] | None = None,
+        output_router_logits: bool | None = None,
         **others: Any,
     ) -> dict[str, Any]:
-        """Arguments of the base model for those of a call: the config's defaults, a new cache, places in it, and
+        """Arguments of the base model for those of a call: the config's defaults, a new cache, positions in it, and
         ``mla_attentions``, which takes the weights of every layer.
 
         Raises:
@@ -414,8 +415,10 @@ class MHA2MLAPreTrainedModel(PreTrainedModel):
                     " 'eager', which alone computes them"
                 )
             others["mla_attentions"] = {}
-        if hidden_states := self._is_wanted("output_hidden_states", output_hidden_states):
-            others["output_hidden_states"] = hidden_states
+        recorded = {"output_hidden_states": output_hidden_states, "output_router_logits": output_router_logits}
+        for name, value in recorded.items():
+            if (wanted := self._is_wanted(name, value)) or value is not None:  # False overrules the source's config
+                others[name] = wanted
         if past_key_values is not None and not self.model.layers[0].self_attn.geometry.has_rope_cache:
             tokens = input_ids if inputs_embeds is None else inputs_embeds
             placed = position_ids, attention_mask, tokens.shape[1], tokens.device
@@ -552,19 +555,25 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
                 steps, CUDA graphs). By an assertion on the device, so that on a GPU it shows at the next
                 synchronisation.
         """
-        asked = use_cache, output_attentions, output_hidden_states
         inputs = self._base_inputs(
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, *asked, **kwargs
+            input_ids,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            inputs_embeds,
+            use_cache=use_cache,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            output_router_logits=output_router_logits,
+            **kwargs,
         )
         past_key_values, attentions = inputs["past_key_values"], inputs.get("mla_attentions")
         batch, new_tokens = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
-        output_router_logits, counted = self._is_wanted("output_router_logits", output_router_logits), None
-        if output_router_logits and is_padding_mask(attention_mask):
+        counted = None
+        if inputs.get("output_router_logits") and is_padding_mask(attention_mask):
             cached = 0 if past_key_values is None else past_key_values.get_seq_length()
             columns = torch.arange(new_tokens, device=attention_mask.device) + cached
             counted = attention_mask.expand(batch, -1)[:, columns]
-        if output_router_logits:
-            inputs["output_router_logits"] = True
         outputs, step = self._run_base_model(**inputs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits, loss = self.lm_head(outputs.last_hidden_state[:, kept]), None

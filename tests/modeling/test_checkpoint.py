@@ -203,6 +203,8 @@ def test_heads_share_positions_outputs_and_defaults(tmp_path, kind):
     assert [weights.shape for weights in model(ids, output_attentions=True).attentions] == [(2, 6, 12, 12)] * 2
     model.config.output_attentions = model.config.output_hidden_states = True
     assert len(model(ids).attentions) == 2 and len(model(ids).hidden_states) == 3
+    model.model.config.output_hidden_states = True
+    assert model(ids, output_hidden_states=False).hidden_states is None
     model.config.use_cache = False
     assert model(ids).past_key_values is None
     model.set_attn_implementation("sdpa")

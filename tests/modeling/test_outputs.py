@@ -104,6 +104,9 @@ class TestRouters:
             assert out.router_logits[0].shape[0] == 2 * 10
             losses.append(out.aux_loss)
         torch.testing.assert_close(*losses)
+        model.model.config.output_router_logits = model.model.config.output_hidden_states = True
+        out = model(ids, output_router_logits=False, output_hidden_states=False)
+        assert getattr(out, "router_logits", None) is None and out.hidden_states is None
 
 
 @torch.no_grad()
