@@ -187,7 +187,7 @@ def heal(
         digests = {name: each.sha256 for name, each in files.items()}
         request = {
             "source": digests,
-            "converted": {name: each.sha256 for name, each in opened.identity()[0].items()},
+            "converted": {name: each.sha256 for name, each in converted_files.items()},
             "settings": asdict(chosen),
             "text": text_name(text),
             "token_weights": None if weights is None else tensor_hash(weights),
