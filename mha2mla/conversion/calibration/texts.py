@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
+import random
 import re
 import sysconfig
 import tokenize
@@ -37,6 +38,9 @@ _SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_t
 _SKIPPED |= {"encodings", "lib2to3", "turtledemo", "config", "__phello__"}
 _COMMENTS = re.compile(r"(?:^[ \t]*#[^\n]*\n){3,}", re.MULTILINE)
 _LEAST_PROSE = 60  # characters
+_LARGE = 1 << 24  # characters: of a larger text only as much is tokenized as is drawn
+_PIECE = 1 << 17  # characters
+_AT_ONCE = 64  # pieces, by all cores
 CHARACTERS_PER_TOKEN = 16  # more than texts have: what lies beyond them is not tokenized only to be thrown away
 # Test file of libbacktrace in Apache TVM FFI, which TileLang requires: some 140k tokens.
 _OPTICKS = Path("3rdparty/libbacktrace/Isaac.Newton-Opticks.txt")
@@ -48,7 +52,7 @@ _PARAGRAPH = re.compile(r"\n\s*\n")
 _LEAST_PARAGRAPH = 60  # letters and blanks
 
 
-def load_text(name: str | Path, characters: int | None = None) -> str:
+def load_text(name: str | Path, characters: int | None = None, *, seed: int | None = None) -> str:
     """A text by name.
 
     Args:
@@ -59,7 +63,8 @@ def load_text(name: str | Path, characters: int | None = None) -> str:
             that this one requires (evaluation in long windows);
             ``"hf:DATASET[:CONFIG[:SPLIT[:COLUMN]]]"``, a Hugging Face dataset (split ``train`` and column ``text``
             unless given; needs the ``datasets`` package); anything else is the path of a UTF-8 file.
-        characters: that are enough: the text may end behind them where that saves time (``builtin:stdlib``).
+        characters: that are enough: the text may end behind them where that saves time (``builtin:stdlib``, a dataset).
+        seed: of a dataset with more characters, draws rows; None takes the first.
 
     Raises:
         ValueError: unknown builtin, no such file, not UTF-8, empty, or a dataset without a column of texts.
@@ -70,7 +75,7 @@ def load_text(name: str | Path, characters: int | None = None) -> str:
     if name.startswith(BUILTIN):
         text = _builtin(name.removeprefix(BUILTIN), characters)
     elif name.startswith(DATASET):
-        text = _dataset(name.removeprefix(DATASET))
+        text = _dataset(name.removeprefix(DATASET), characters, seed)
     else:
         try:
             text = Path(name).read_text(encoding="utf-8")
@@ -242,7 +247,7 @@ def _docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.body[0].lineno, text
 
 
-def _dataset(name: str) -> str:
+def _dataset(name: str, characters: int | None, seed: int | None) -> str:
     parts = name.split(":")
     if not parts[0] or len(parts) > 4:
         raise ValueError(f"text 'hf:{name}' is malformed; expected hf:DATASET[:CONFIG[:SPLIT[:COLUMN]]]")
@@ -257,10 +262,21 @@ def _dataset(name: str) -> str:
     column = column or "text"
     if column not in rows.column_names:
         raise ValueError(f"text 'hf:{name}' has no column {column!r}; expected one of {', '.join(rows.column_names)}")
-    texts = [text for text in rows[column] if text is not None]
-    if (other := next((text for text in texts if not isinstance(text, str)), None)) is not None:
-        raise ValueError(f"text 'hf:{name}' has column {column!r} of {type(other).__name__}; expected texts")
-    return _DATASET_SEPARATOR.join(texts)
+    texts, size = rows[column], 0
+    order = list(range(len(texts)))
+    if seed is not None:
+        random.Random(seed).shuffle(order)
+    chosen: dict[int, str] = {}
+    for place in order:
+        if (text := texts[place]) is None:
+            continue
+        if not isinstance(text, str):
+            raise ValueError(f"text 'hf:{name}' has column {column!r} of {type(text).__name__}; expected texts")
+        chosen[place] = text
+        size += len(text)
+        if characters is not None and size >= characters:
+            break
+    return _DATASET_SEPARATOR.join(chosen[place] for place in sorted(chosen))
 
 
 @dataclass(frozen=True)
@@ -302,7 +318,9 @@ def text_shares(
             parts.append(OwnText(part, length, share))
             count -= share
         else:
-            parts.append(token_windows(tokenizer, load_text(part), length, share, seed=seed))
+            enough = CHARACTERS_PER_TOKEN * length * share if part.startswith(DATASET) else None
+            text = load_text(part, enough, seed=seed)
+            parts.append(token_windows(tokenizer, text, length, share, seed=seed))
             count -= len(parts[-1])
     return parts
 
@@ -333,7 +351,8 @@ def token_windows(tokenizer: Any, text: str, length: int, count: int, *, seed: i
     with one lean on it.
 
     Args:
-        seed: None takes the first windows; a number draws ``count`` of them from the whole text, in text order.
+        seed: None takes the first windows; a number draws ``count`` of them from the whole text, in text order; of a
+            text above 16 million characters from pieces that are drawn, at whose edges a word may be cut.
 
     Returns:
         int64 [windows, length], at least one window and at most ``count``.
@@ -351,11 +370,14 @@ def token_windows(tokenizer: Any, text: str, length: int, count: int, *, seed: i
     if body < 1:
         raise ValueError(f"length is {length}; expected more than the {len(start)} start tokens of a window")
     # A text longer than the model's maximum is cut into windows right here: the tokenizer's warning would mislead.
-    wanted = body * count if seed is None else len(text)
-    for part in dict.fromkeys((text[: CHARACTERS_PER_TOKEN * wanted], text)):
-        tokens = plain_tokens(tokenizer, part)
-        if len(tokens) >= wanted:
-            break
+    if seed is not None and len(text) > _LARGE:
+        tokens = _drawn_tokens(tokenizer, text, body * count, seed)
+    else:
+        wanted = body * count if seed is None else len(text)
+        for part in dict.fromkeys((text[: CHARACTERS_PER_TOKEN * wanted], text)):
+            tokens = plain_tokens(tokenizer, part)
+            if len(tokens) >= wanted:
+                break
     whole = len(tokens) // body
     if whole == 0:
         raise ValueError(f"text has {len(tokens)} tokens; expected at least one window of {body}")
@@ -366,6 +388,18 @@ def token_windows(tokenizer: Any, text: str, length: int, count: int, *, seed: i
         order = torch.randperm(whole, generator=torch.Generator().manual_seed(seed))[:count]
         windows = windows[order.sort().values]
     return torch.cat([torch.tensor([start], dtype=torch.int64).expand(windows.shape[0], -1), windows], 1)
+
+
+def _drawn_tokens(tokenizer: Any, text: str, wanted: int, seed: int) -> list[int]:
+    """Tokens of pieces of ``text`` that are drawn until they have as many as ``wanted``, in text order."""
+    starts = list(range(0, len(text), _PIECE))
+    random.Random(seed).shuffle(starts)
+    read: dict[int, list[int]] = {}
+    while starts and sum(map(len, read.values())) < wanted:
+        drawn, starts = starts[:_AT_ONCE], starts[_AT_ONCE:]
+        pieces = [text[start : start + _PIECE] for start in drawn]
+        read.update(zip(drawn, tokenizer(pieces, add_special_tokens=False, verbose=False)["input_ids"], strict=True))
+    return [token for start in sorted(read) for token in read[start]]
 
 
 def plain_tokens(tokenizer: Any, text: str) -> list[int]:

@@ -77,6 +77,25 @@ def test_a_dataset_column_is_joined(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", Datasets)
     assert load_text("hf:owner/name:en:test:body") == "one\n\ntwo"
     assert asked == [("owner/name", "en", "test")]
+    rows = [f"row {number} has its words" for number in range(40)]
+    monkeypatch.setattr(Datasets, "load_dataset", lambda *_, **__: Rows(body=rows, label=range(40)))
+    assert load_text("hf:owner/name:::body", 50).split("\n\n") == rows[:3]
+    drawn = load_text("hf:owner/name:::body", 200, seed=1).split("\n\n")
+    places = [rows.index(row) for row in drawn]
+    assert 200 <= sum(map(len, drawn)) < 240 and places == sorted(places) and places[-1] > 20
+    assert load_text("hf:owner/name:::body", 10_000, seed=1).split("\n\n") == rows
+
+
+def test_a_dataset_without_texts_is_named(monkeypatch):
+    class Rows(dict):
+        column_names = ("body", "label")
+
+    class Datasets:
+        @staticmethod
+        def load_dataset(path, config, *, split):
+            return Rows(body=["one"], label=[1, 2])
+
+    monkeypatch.setitem(sys.modules, "datasets", Datasets)
     with pytest.raises(ValueError, match="no column 'text'"):
         load_text("hf:owner/name")
     with pytest.raises(ValueError, match="text 'hf:owner/name:::label' has column 'label' of int; expected texts"):
@@ -111,6 +130,30 @@ def test_token_windows_seed_reproduces_in_order():
     assert torch.equal(drawn, token_windows(tokenizer, text, 64, 9, seed=3))
     places = [everything.index(window) for window in drawn.tolist()]
     assert places == sorted(places) and len(set(places)) == 9 and places != list(range(9))
+
+
+def test_windows_of_a_large_text_are_drawn_from_pieces(monkeypatch):
+    """As much is tokenized as is drawn, and a text that is wanted whole has its own tokens."""
+    for name, value in (("_LARGE", 1000), ("_PIECE", 128), ("_AT_ONCE", 4)):
+        monkeypatch.setattr(f"mha2mla.conversion.calibration.texts.{name}", value)
+    text, read = "".join(chr(ord("a") + place * place % 26) for place in range(6400)), []
+
+    class Letters:
+        bos_token_id = None
+
+        def __call__(self, text, **_):
+            read.extend([text] if isinstance(text, str) else text)
+            each = [[ord(letter) for letter in part] for part in ([text] if isinstance(text, str) else text)]
+            return {"input_ids": each[0] if isinstance(text, str) else each}
+
+    drawn = token_windows(Letters(), text, 16, 40, seed=3)
+    pieces = [part for part in read if len(part) > 1]  # others look for start tokens
+    assert drawn.shape == (40, 16) and [len(part) for part in pieces] == 8 * [128]
+    assert torch.equal(drawn, token_windows(Letters(), text, 16, 40, seed=3))
+    assert all("".join(map(chr, window)) in text for window in drawn.tolist())
+    assert not torch.equal(drawn, token_windows(Letters(), text, 16, 40, seed=4))
+    whole = token_windows(Letters(), text, 16, 400, seed=3)
+    assert "".join(map(chr, whole.flatten().tolist())) == text
 
 
 @pytest.mark.parametrize(
