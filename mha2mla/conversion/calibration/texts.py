@@ -40,7 +40,7 @@ _COMMENTS = re.compile(r"(?:^[ \t]*#[^\n]*\n){3,}", re.MULTILINE)
 _LEAST_PROSE = 60  # characters
 _LARGE = 1 << 24  # characters: of a larger text only as much is tokenized as is drawn
 _PIECE = 1 << 17  # characters
-_AT_ONCE = 64  # pieces, by all cores
+_AT_ONCE = 16  # pieces, by all cores
 CHARACTERS_PER_TOKEN = 16  # more than texts have: what lies beyond them is not tokenized only to be thrown away
 # Test file of libbacktrace in Apache TVM FFI, which TileLang requires: some 140k tokens.
 _OPTICKS = Path("3rdparty/libbacktrace/Isaac.Newton-Opticks.txt")
