@@ -20,7 +20,7 @@ from mha2mla.healing.settings import Settings
 ATTENTION = ".self_attn."
 # Maps to and from the latent: what a source has not.
 _LATENT = ("kv_a_proj", "k_a_proj", "v_a_proj", "k_b_proj", "v_b_proj", "k_rope_proj", "q_b_proj")
-_NOISE = frozenset({"attention_dropout", "jitter_noise"})  # attributes of attention and of routers
+_NOISE = frozenset({"attention_dropout", "residual_dropout", "jitter_noise"})  # attributes of layers and of routers
 _LORA_ALPHA = 2  # scale of an adapter
 _WIDE = 2048  # hidden states from which activations are recomputed where memory is not tried
 

@@ -73,6 +73,17 @@ _POST_NORMS = (None, "post_attention_layernorm", None, "post_feedforward_layerno
 _FAMILIES = (
     # Llama 2, 3 and 3.x, SmolLM2 and every checkpoint that calls itself llama.
     Family("llama", llama_decoder="Llama"),
+    # Llama whose output projection has a bias of its own key.
+    Family("seed_oss", biased=("attention_bias",) * 3 + ("attention_out_bias",), served_by_vllm=False),
+    # ERNIE 4.5 (dense): rotary pairs of neighbours.
+    Family("ernie4_5", biased=("use_bias",) * 4, neighbours_pair=True, served_by_vllm=False),
+    # RMSNorm over each head of q and k, and an MLP of xIELUs.
+    Family(
+        "apertus",
+        qk_norm=True,
+        norms=("attention_layernorm", None, "feedforward_layernorm", None),
+        served_by_vllm=False,
+    ),
     # Llama in which some layers do not rotate at all, as by frequencies of zero.
     Family("smollm3", rotating_layers="no_rope_layers"),
     # Llama without biases, with a sliding window in every layer where the config sets one.

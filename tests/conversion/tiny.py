@@ -97,6 +97,10 @@ CASES = {
     "llama-linear": ("llama", {"rope_parameters": LINEAR}),
     "llama-yarn": ("llama", {"rope_parameters": YARN}),
     "llama-longrope": ("llama", {"rope_parameters": LONGROPE}),
+    "seed-oss": ("seed_oss", {"head_dim": 24}),
+    "seed-oss-output-bias": ("seed_oss", {"head_dim": 16, "attention_bias": False, "attention_out_bias": True}),
+    "ernie": ("ernie4_5", {"head_dim": 24, "use_bias": True}),
+    "apertus": ("apertus", {"head_dim": 24, "rope_parameters": LLAMA3}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
     "smollm3-sliding": (
         "smollm3",
@@ -154,7 +158,7 @@ CASES = {
 # Of these, the traits that statistics see differently: norms over all heads, norms of weight 1 + w, tables by layer.
 FAMILIES = ("llama", "smollm3", "mistral", "qwen2", "qwen3", "phi3", "olmo2-mha-biases", "olmo3-yarn", "gemma3")
 FAMILIES += ("ministral", "phi3-partial-longrope", "glm", "glm4-no-biases")
-FAMILIES += ("mixtral", "qwen2-moe-sliding", "qwen3-moe", "olmoe")
+FAMILIES += ("seed-oss", "ernie", "apertus", "mixtral", "qwen2-moe-sliding", "qwen3-moe", "olmoe")
 
 
 def tokenizer(merges: Sequence[tuple[str, str]] = ()) -> PreTrainedTokenizerFast:

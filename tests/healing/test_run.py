@@ -608,7 +608,11 @@ def test_frozen_weights_are_the_teachers_memory(folders):
 
 @pytest.mark.parametrize(
     ("family", "noise"),
-    [("phi3", {"attention_dropout": 0.5, "resid_pdrop": 0.5}), ("mixtral", {"router_jitter_noise": 0.5})],
+    [
+        ("phi3", {"attention_dropout": 0.5, "resid_pdrop": 0.5}),
+        ("seed_oss", {"attention_dropout": 0.5, "residual_dropout": 0.5}),
+        ("mixtral", {"router_jitter_noise": 0.5}),
+    ],
 )
 def test_a_student_has_no_noise(family, noise, tmp_path):
     keys = tiny.CASES["mixtral"][1] if family == "mixtral" else {}

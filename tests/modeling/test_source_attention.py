@@ -21,7 +21,7 @@ from tests.modeling import models
 
 # All that some family's attention has of its own: windows, norms, biases, scales, layers without RoPE, experts.
 CASES = ("llama", "smollm3", "mistral-sliding", "qwen2", "qwen3", "phi3", "glm4-no-biases", "olmo2-mha-biases")
-CASES += ("olmo3-yarn", "gemma3", "mixtral", "qwen2-moe-sliding", "olmoe")
+CASES += ("seed-oss", "ernie", "apertus", "olmo3-yarn", "gemma3", "mixtral", "qwen2-moe-sliding", "olmoe")
 OPTIONS = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
 
 

@@ -24,6 +24,40 @@ HUB = {
         {"model.layers.1.self_attn.k_proj.weight": (1024, 4096), "lm_head.weight": (128256, 4096)},
         {"head_dim": 128},
     ),
+    "Seed-OSS-36B-Instruct": (
+        {
+            "model_type": "seed_oss", "hidden_size": 5120, "intermediate_size": 27648, "num_attention_heads": 80,
+            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 155136, "rms_norm_eps": 1e-6,
+            "rope_theta": 10000000.0, "rope_scaling": {"rope_type": "default"}, "max_position_embeddings": 524288,
+            "attention_bias": True, "attention_out_bias": False, "mlp_bias": False, "attention_dropout": 0.1,
+            "residual_dropout": 0.1, "tie_word_embeddings": False,
+        },
+        {"model.layers.1.self_attn.q_proj.bias": (10240,), "model.layers.1.self_attn.o_proj.weight": (5120, 10240)},
+        {"head_dim": 128, "v_bias": True, "o_bias": False},
+    ),
+    "ERNIE-4.5-0.3B-PT": (
+        {
+            "model_type": "ernie4_5", "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16,
+            "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 103424, "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0, "max_position_embeddings": 131072, "use_bias": False, "tie_word_embeddings": True,
+        },
+        {"model.layers.1.self_attn.k_proj.weight": (256, 1024)},
+        {"head_dim": 128, "rotary_dim": None, "k_bias": False},
+    ),
+    "Apertus-8B-Instruct-2509": (
+        {
+            "model_type": "apertus", "hidden_size": 4096, "intermediate_size": 21504, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "vocab_size": 131072, "rms_norm_eps": 1e-5, "rope_theta": 12000000,
+            "max_position_embeddings": 65536, "hidden_act": "xielu", "attention_bias": False,
+            "rope_scaling": {
+                "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3",
+            },
+            "tie_word_embeddings": False,
+        },
+        {"model.layers.1.attention_layernorm.weight": (4096,), "model.layers.1.mlp.act_fn.alpha_p": (1,)},
+        {"head_dim": 128, "qk_norm": True},
+    ),
     "SmolLM3-3B": (
         {
             "model_type": "smollm3", "hidden_size": 2048, "intermediate_size": 11008, "num_attention_heads": 16,
