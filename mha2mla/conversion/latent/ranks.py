@@ -1,7 +1,8 @@
 """A rank for every layer, and bits: where a smaller latent hurts the source's predictions least, the cache is taken.
 
-Layers differ in what a byte of cache is worth. Each is converted alone, at a few ranks, in an otherwise untouched
-source, and the divergence of the predictions is what that rank loses there. Where bits are chosen too, codes add a loss
+Layers differ in what a byte of cache is worth. Each is converted alone in an otherwise untouched source, and the
+divergence of the predictions is what its rank loses there. It is measured at one rank; at a few others it is in
+proportion to the error of the layer's own output, which is measured. Where bits are chosen too, codes add a loss
 that is measured of the whole conversion at one rank (``latent.codes``), and is taken to be the same at every rank. One
 knapsack spends the budget.
 """
@@ -39,8 +40,9 @@ _STEPS, _STEPS_SHARE = 100, 1 / 20
 _STEP_TOKENS = 2048  # most that such a step takes, but for a whole block
 _FITTED_TOKENS = 98304
 # Most tokens to judge by, and their share of the calibration text: each passes all layers behind the one that is
-# converted, at every rank.
+# converted.
 _JUDGED_TOKENS, _JUDGED_SHARE = 24576, 1 / 12
+_EXACT = 1e-6  # relative squared error of an output: below it a layer's loss may be rounding
 _PAIRS = PAIRS // 4  # that the fits of a layer look at, at every rank
 _BATCH_TOKENS = 16384
 _PREDICTED_TOKENS = 512  # at a time: each has a probability for every token of the vocabulary
@@ -143,6 +145,10 @@ def measure_losses(
     ``geometries``, on the windows of ``walk``; these differ in rank or rotary width, and statistics are what the first
     needs.
 
+    The divergence is measured at one geometry, the middle one, or a smaller one where that is exact. At the others it
+    is in proportion to the squared error of the layer's output, of every token relative to the output, which mostly
+    gives a fifth more or less than the divergence itself (docs/notes/rank-and-bits.md).
+
     Args:
         keep: one of ``geometries``, and a list that gets the tensors of each layer at it, float32 on the CPU.
 
@@ -150,28 +156,33 @@ def measure_losses(
     the others, so that a layer's weights are read once.
     """
     model, recipe, layers = walk.model, walk.recipe, walk.spec.num_layers
+    middle = (len(geometries) - 1) // 2
     steps = min(_STEPS, math.ceil(_STEPS_SHARE * recipe.fit.steps))
     fit = replace(recipe.fit, steps=steps, tokens=min(_STEP_TOKENS, recipe.fit.tokens))
     walks = [replace(walk, geometries=(geometry,) * layers, recipe=replace(recipe, fit=fit)) for geometry in geometries]
     # Streams of judged windows all lie in one place: on disk when they are larger together.
-    streams = 1 + layers * len(geometries)
+    streams = 3 + layers
     walking, comparing = split(progress, 4, 1)
     judging = replace(walk, windows=judged, spill_bytes=walk.spill_bytes // streams)
-    with walk.stores(2) as (fitted, targets), judging.stores(streams) as (clean, *others):
-        unused, perturbed = iter(others), []
+    errors: list[tuple[list[float], int]] = []  # of each layer at every geometry, and which is measured
+    with walk.stores(2) as (fitted, targets), judging.stores(streams) as (clean, ahead, spare, *perturbed):
         model.embed(fitted)
         model.embed(clean)
         for layer in progress_bar(range(layers), desc="layer ranks", unit="layer", show=walking):
             module = model.layer(layer)
             with tf32_on_cuda(model.device):  # like the walk's own streams
-                for store in perturbed:
+                for store in perturbed[:layer]:
                     model.run_layer(module, layer, store, tokens=_BATCH_TOKENS)
             _pass(lambda hidden: hidden, fitted, targets, model.device)
             collector = walks[0].collector(layer, FIRST_SAMPLE_TOKENS, _PAIRS)
             model.run_layer(module, layer, targets, tokens=_BATCH_TOKENS, observe=collector.add)
             statistics, prepared, window = collector.finish(), {}, walk.first_window(fitted)
             weights = token_weights(targets, _BATCH_TOKENS, model.device) if fit.steps else None
-            for converting in walks:
+            with tf32_on_cuda(model.device):
+                _pass(lambda hidden: hidden, clean, ahead, model.device)
+                model.run_layer(module, layer, ahead, tokens=_BATCH_TOKENS)
+            found_errors, measured = [], 0
+            for index, converting in enumerate(walks):
                 width = converting.geometries[layer].qk_rope_head_dim
                 tensors, _ = converting.convert(
                     layer,
@@ -186,17 +197,22 @@ def measure_losses(
                     tensors = tensors if found is None else found.tensors
                 if keep is not None and converting.geometries[layer] == keep[0]:
                     keep[1].append({name: tensor.detach().to("cpu", torch.float32) for name, tensor in tensors.items()})
-                perturbed.append(next(unused))
+                made = spare if index <= middle else None
                 with tf32_on_cuda(model.device):
-                    _pass(partial(forward, computed(tensors, model)), clean, perturbed[-1], model.device)
-            with tf32_on_cuda(model.device):
-                model.run_layer(module, layer, clean, tokens=_BATCH_TOKENS)
+                    change = partial(forward, computed(tensors, model))
+                    found_errors.append(_relative_error(change, clean, ahead, made, model.device))
+                if index == 0 or (index <= middle and found_errors[-1] > _EXACT):
+                    spare, perturbed[layer], measured = perturbed[layer], spare, index
+            errors.append((found_errors, measured))
+            clean, ahead = ahead, clean
             fitted, targets = targets, fitted
             model.source.release()
         with tf32_on_cuda(model.device):
             divergences = _divergences(model, clean, perturbed, comparing)
-    count = len(geometries)
-    return [divergences[first : first + count] for first in range(0, len(divergences), count)]
+    return [
+        [divergence * (error / found[index] if found[index] else 1.0) for error in found]
+        for divergence, (found, index) in zip(divergences, errors, strict=True)
+    ]
 
 
 def allocate(layers: Sequence[Mapping[Choice, tuple[int, float]]], budget: int) -> list[Choice]:
@@ -243,6 +259,30 @@ def _pass(
 ) -> None:
     for part in inputs.blocks.batches(_BATCH_TOKENS):
         outputs.write(part, change(inputs.read(part, device)))
+
+
+@torch.inference_mode()
+def _relative_error(
+    change: Callable[[torch.Tensor], torch.Tensor],
+    inputs: ActivationStore,
+    expected: ActivationStore,
+    kept: ActivationStore | None,
+    device: torch.device,
+) -> float:
+    """Squared error of what ``change`` makes of ``inputs``, of every token relative to what is ``expected``: the mean.
+
+    Args:
+        kept: gets what it makes.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for part in inputs.blocks.batches(_BATCH_TOKENS):
+        made, wanted = change(inputs.read(part, device)), expected.read(part, device)
+        error, energy = (each.float().square().sum(-1) for each in (made - wanted, wanted))
+        floor = 1e-6 * energy.mean()  # of a token whose output is next to nothing
+        total += torch.where(error > 0, error / (energy + floor), error).sum(dtype=torch.float64)
+        if kept is not None:
+            kept.write(part, made)
+    return float(total) / inputs.blocks.tokens.numel()
 
 
 @torch.inference_mode()

@@ -99,8 +99,11 @@ def test_a_converted_layer_alone_loses_what_its_model_says(source):
     """The divergence from streams is the one between whole models, of which one has that layer converted."""
     walk = uniform_walk(source, Recipe(cache_ratio=0.5, latent_ranks="measured", **SHORT))
     fitted, judged = walk.windows.divided(32768, 8192)
-    geometry = replace(walk.geometries[0], kv_lora_rank=16)
+    geometry, *others = (replace(walk.geometries[0], kv_lora_rank=rank) for rank in (16, 8, 24))
     found = layer_ranks.measure_losses(replace(walk, windows=fitted), [geometry], judged)
+    beside = layer_ranks.measure_losses(replace(walk, windows=fitted), [others[0], geometry, others[1]], judged)
+    assert [losses[1:2] for losses in beside] == found  # at others in proportion to the layer's error
+    assert all(narrow > middle > wide > 0 for narrow, middle, wide in beside)
     expected_model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     recipe = Recipe(cache_ratio=0.5, **SHORT)
     alone = replace(walk, geometries=(geometry,) * LAYERS, recipe=recipe, windows=fitted)
