@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from mha2mla.conversion.calibration.texts import CHARACTERS_PER_TOKEN, load_text, plain_tokens, token_windows
+from mha2mla.conversion.calibration.texts import load_text, plain_tokens, token_windows
 from mha2mla.conversion.latent.basis import LatentBasis, latent_statistics
 from mha2mla.conversion.predictions import (
     QUALITY_METRICS,
@@ -223,9 +223,7 @@ def evaluate_quality(
     _check_amounts(texts, lengths, max_tokens)
     columns = _with_metrics(metrics, caches)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(source, "source")
-    measured = [max_tokens, *lengths]
-    enough = None if None in measured else CHARACTERS_PER_TOKEN * max(measured)
-    contents = {name: load_text(name, enough) for name in texts}
+    contents = {name: load_text(name) for name in texts}
     _check_same_tokens(tokenizer, converted, [content[:20_000] for content in contents.values()])
     source = load_model(source, "source", device=device, dtype=dtype)
     converted = load_model(converted, "converted", device=device, dtype=dtype)
