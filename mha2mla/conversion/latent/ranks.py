@@ -59,7 +59,8 @@ def choose_layer_ranks(
     The bytes of all layers add up to the budget at most: what the uniform rank of ``walk`` takes, or where bits are
     ``"auto"`` the recipe's ``cache_ratio``. The loss of a rank is the Kullback-Leibler divergence of the source's
     next-token predictions from those of the source with one layer converted (nats per token, on held-out calibration
-    windows); between and above the measured ranks its logarithm is taken as linear. A layer with a loss that is not
+    windows), of most ranks by :func:`measure_losses`' proportion; between and above these its logarithm is taken as
+    linear. A layer with a loss that is not
     finite (None in what is returned) gets the uniform rank.
     """
     geometry, is_auto = walk.geometries[0], walk.recipe.latent.bits == "auto"
