@@ -26,6 +26,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 from mha2mla.conversion.calibration.texts import BUILTINS, load_text
+from mha2mla.files import atomic_write
 
 RUN = 13  # words
 LEAST_PARAGRAPH = 60  # characters
@@ -151,7 +152,7 @@ def documents(archive: Path, limit: int, seen: set[bytes], held_out: set[int]) -
                     kept.append(each)
             whole = "\n\n".join(kept)
             texts += [whole[start : start + PART] for start in range(0, len(whole), PART)]
-            if len(files) > 1 and sum(map(len, texts)) >= 4 * limit:
+            if sum(map(len, texts)) >= 4 * limit:
                 break
     random.Random(0).shuffle(texts)
     total = list(itertools.accumulate(map(len, texts)))
@@ -159,6 +160,8 @@ def documents(archive: Path, limit: int, seen: set[bytes], held_out: set[int]) -
 
 
 def main(archives: Iterable[str], out: str, without: Iterable[str] = (), limit: int = 3_000_000) -> None:
+    if Path(out).exists():
+        raise SystemExit(f"out is {out!r}, which exists; expected the path of a new file")
     held_out: set[int] = set()
     for name in (*BUILTINS, *without):
         held_out.update(runs(load_text(name)))
@@ -169,7 +172,7 @@ def main(archives: Iterable[str], out: str, without: Iterable[str] = (), limit: 
         print(f"{Path(archive).name.split('_')[0]}: {sum(map(len, found)):,} characters", file=sys.stderr)
         texts += found
     random.Random(0).shuffle(texts)
-    Path(out).write_text("\n\n".join(texts), encoding="utf-8")
+    atomic_write(Path(out), lambda path: path.write_text("\n\n".join(texts), encoding="utf-8"))
     print(f"{out}: {len(texts):,} documents, {sum(map(len, texts)):,} characters", file=sys.stderr)
 
 
