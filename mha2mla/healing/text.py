@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -55,7 +56,7 @@ def training_text(
     """Blocks of ``settings.long_length`` tokens, each one long window or several short ones.
 
     Text that the source writes is kept in the cache folder for later runs, and what was written before an interrupt is
-    taken up. Of a name's text, named twice or not, a token stands in one window only.
+    taken up. A text that is named n times has n times as much of the tokens, each in one window only.
 
     Args:
         text: ``"generated"``, ``"generated-diverse"``, names of ``texts.load_text``, or these joined by ``+``; or token
@@ -70,8 +71,8 @@ def training_text(
     if not isinstance(text, str):
         return TokenBlocks.of(text)
     tokenizer, size = read_tokenizer(str(source.folder), "source"), settings.long_length
-    names = [text] if Path(text).is_file() else list(dict.fromkeys(text.split("+")))
-    own = [name for name in names if name in (GENERATED, DIVERSE)]
+    names = [text] if Path(text).is_file() else text.split("+")
+    own = Counter(name for name in names if name in (GENERATED, DIVERSE))
     others = [name for name in names if name not in own]
     count = max(2, tokens // size)
     written = count - count * len(others) // len(names)
@@ -83,8 +84,8 @@ def training_text(
         start = start_tokens(tokenizer)  # models lean on it
         windows[:, : len(start)] = torch.tensor(start, dtype=torch.int64)
         parts += [read[:long], windows]
-    for name in own:
-        long, short = _share(written // len(own), settings)
+    for name, times in own.items():
+        long, short = _share(written * times // own.total(), settings)
         asked = {size: long, settings.length: short * (size // settings.length)}
         parts += _written(source.folder, tokenizer, name, asked, settings, device, digests, work, progress)
     by_length: dict[int, list[Tensor]] = {}

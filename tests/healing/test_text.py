@@ -117,6 +117,14 @@ def test_a_text_named_twice_is_read_once(name, source, tmp_path):
     assert torch.equal(blocks.tokens, twice.tokens)
 
 
+def test_a_text_named_three_times_has_three_shares(source, tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(9000 * "¿")  # the source, of random weights, writes no such row
+    ours = made(source, str(path), tmp_path).tokens[0, 1:].unique().tolist()
+    blocks = made(source, "generated" + 3 * f"+{path}", tmp_path, tokens=40 * 64)
+    assert sum(set(row) <= {0, *ours} for row in blocks.tokens.tolist()) == 30 and len(blocks) == 40
+
+
 def test_more_texts_than_blocks(source, tmp_path):
     blocks = made(source, "generated+generated-diverse+builtin:prose", tmp_path, tokens=64)
     assert blocks.tokens.numel() == 128

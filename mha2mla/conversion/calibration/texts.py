@@ -13,6 +13,7 @@ import re
 import sysconfig
 import tokenize
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ _LEAST_PROSE = 60  # characters
 _LARGE = 1 << 24  # characters: of a larger text only as much is tokenized as is drawn
 _PIECE = 1 << 17  # characters
 _AT_ONCE = 16  # pieces, by all cores
+_SHUFFLED = 10_000  # rows that are read ahead, of which the next is drawn
 CHARACTERS_PER_TOKEN = 16  # more than texts have: what lies beyond them is not tokenized only to be thrown away
 # Test file of libbacktrace in Apache TVM FFI, which TileLang requires: some 140k tokens.
 _OPTICKS = Path("3rdparty/libbacktrace/Isaac.Newton-Opticks.txt")
@@ -64,7 +66,8 @@ def load_text(name: str | Path, characters: int | None = None, *, seed: int | No
             ``"hf:DATASET[:CONFIG[:SPLIT[:COLUMN]]]"``, a Hugging Face dataset (split ``train`` and column ``text``
             unless given; needs the ``datasets`` package); anything else is the path of a UTF-8 file.
         characters: that are enough: the text may end behind them where that saves time (``builtin:stdlib``, a dataset).
-        seed: of a dataset with more characters, draws rows; None takes the first.
+        seed: of a dataset, draws rows from files in a drawn order, some thousands ahead; None takes the first. Only
+            what is read is downloaded.
 
     Raises:
         ValueError: unknown builtin, no such file, not UTF-8, empty, or a dataset without a column of texts.
@@ -258,25 +261,23 @@ def _dataset(name: str, characters: int | None, seed: int | None) -> str:
             f"text 'hf:{name}' needs the datasets package: pip install -e '.[eval]' in the clone"
         ) from error
     path, config, split, column = (parts + [""] * 3)[:4]
-    rows = load_dataset(path, config or None, split=split or "train")
     column = column or "text"
-    if column not in rows.column_names:
-        raise ValueError(f"text 'hf:{name}' has no column {column!r}; expected one of {', '.join(rows.column_names)}")
-    texts, size = rows[column], 0
-    order = list(range(len(texts)))
+    rows = load_dataset(path, config or None, split=split or "train", streaming=True)
     if seed is not None:
-        random.Random(seed).shuffle(order)
-    chosen: dict[int, str] = {}
-    for place in order:
-        if (text := texts[place]) is None:
+        rows = rows.shuffle(seed=seed, buffer_size=_SHUFFLED)
+    texts, size = [], 0
+    for row in rows:
+        if column not in row:
+            raise ValueError(f"text 'hf:{name}' has no column {column!r}; expected one of {', '.join(row)}")
+        if (text := row[column]) is None:
             continue
         if not isinstance(text, str):
             raise ValueError(f"text 'hf:{name}' has column {column!r} of {type(text).__name__}; expected texts")
-        chosen[place] = text
+        texts.append(text)
         size += len(text)
         if characters is not None and size >= characters:
             break
-    return _DATASET_SEPARATOR.join(chosen[place] for place in sorted(chosen))
+    return _DATASET_SEPARATOR.join(texts)
 
 
 @dataclass(frozen=True)
@@ -291,7 +292,8 @@ class OwnText:
 def text_shares(
     tokenizer: Any, name: str | Path, length: int, count: int, *, seed: int
 ) -> list[torch.Tensor | OwnText]:
-    """Windows of several texts, the same number of each as far as they reach; what the source makes up counts as one.
+    """Windows of several texts, the same number of each as far as they reach, n times as many of one that is named n
+    times; what the source makes up counts as one text, named as often as the most frequent of it.
 
     Args:
         name: texts of :func:`load_text` joined by ``+``, and ``"generated"`` or ``"generated-diverse"`` for text that
@@ -304,14 +306,17 @@ def text_shares(
     Raises:
         ValueError: a text is unusable (``load_text``, ``token_windows``).
     """
-    names = _parts(name)
+    named = Counter(_parts(name))
     # The generated text is as long as it must be: it makes up for texts that are too short for their share.
-    own = [part for part in names if part in (GENERATED, DIVERSE)]
-    read = [part for part in names if part not in own]
-    among = [*range(len(read) + bool(own), bool(own), -1), *range(len(own), 0, -1)]  # that share what is left
+    own = [part for part in named if part in (GENERATED, DIVERSE)]
+    read = [part for part in named if part not in own]
+    sharing = sum(named[part] for part in read) + max((named[part] for part in own), default=0)
     parts: list[torch.Tensor | OwnText] = []
-    for part, sharing in zip(read + own, among, strict=True):
-        share = -(-count // sharing)
+    for place, part in enumerate(read + own):
+        if place == len(read):
+            sharing = sum(named[part] for part in own)
+        share = -(-count * named[part] // sharing)
+        sharing -= named[part]
         if share < 1:
             break
         if part in own:

@@ -1,4 +1,6 @@
+import random
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,41 +64,49 @@ def test_dataset_without_package_names_the_extra(monkeypatch):
         load_text("hf:owner/name")
 
 
-def test_a_dataset_column_is_joined(monkeypatch):
-    class Rows(dict):
-        column_names = ("body", "label")
+class Rows(list):
+    """Rows that are streamed, as an ``IterableDataset``: counted where they are read."""
 
+    read = 0
+
+    def __iter__(self):
+        for row in super().__iter__():
+            self.read += 1
+            yield row
+
+    def shuffle(self, *, seed, buffer_size):
+        assert buffer_size > len(self)
+        return Rows(random.Random(seed).sample(self, len(self)))
+
+
+def datasets_of(rows, asked):
+    def load_dataset(path, config, *, split, streaming):
+        asked.append((path, config, split, streaming))
+        return rows
+
+    return SimpleNamespace(load_dataset=load_dataset)
+
+
+def test_a_dataset_is_streamed_and_its_column_joined(monkeypatch):
     asked = []
-
-    class Datasets:
-        @staticmethod
-        def load_dataset(path, config, *, split):
-            asked.append((path, config, split))
-            return Rows(body=["one", None, "two"], label=[1, 2])
-
-    monkeypatch.setitem(sys.modules, "datasets", Datasets)
+    few = Rows({"body": text, "label": 1} for text in ("one", None, "two"))
+    monkeypatch.setitem(sys.modules, "datasets", datasets_of(few, asked))
     assert load_text("hf:owner/name:en:test:body") == "one\n\ntwo"
-    assert asked == [("owner/name", "en", "test")]
-    rows = [f"row {number} has its words" for number in range(40)]
-    monkeypatch.setattr(Datasets, "load_dataset", lambda *_, **__: Rows(body=rows, label=range(40)))
-    assert load_text("hf:owner/name:::body", 50).split("\n\n") == rows[:3]
+    assert asked == [("owner/name", "en", "test", True)]
+    texts = [f"row {number} has its words" for number in range(40)]
+    many = Rows({"body": text} for text in texts)
+    monkeypatch.setitem(sys.modules, "datasets", datasets_of(many, asked))
+    assert load_text("hf:owner/name:::body", 50).split("\n\n") == texts[:3]
+    assert many.read == 3 and asked[-1] == ("owner/name", None, "train", True)
     drawn = load_text("hf:owner/name:::body", 200, seed=1).split("\n\n")
-    places = [rows.index(row) for row in drawn]
-    assert 200 <= sum(map(len, drawn)) < 240 and places == sorted(places) and places[-1] > 20
-    assert load_text("hf:owner/name:::body", 10_000, seed=1).split("\n\n") == rows
+    assert 200 <= sum(map(len, drawn)) < 240 and max(map(texts.index, drawn)) > 20 and len(set(drawn)) == len(drawn)
+    assert drawn == load_text("hf:owner/name:::body", 200, seed=1).split("\n\n")
+    assert sorted(load_text("hf:owner/name:::body", 10_000, seed=1).split("\n\n")) == sorted(texts)
 
 
 def test_a_dataset_without_texts_is_named(monkeypatch):
-    class Rows(dict):
-        column_names = ("body", "label")
-
-    class Datasets:
-        @staticmethod
-        def load_dataset(path, config, *, split):
-            return Rows(body=["one"], label=[1, 2])
-
-    monkeypatch.setitem(sys.modules, "datasets", Datasets)
-    with pytest.raises(ValueError, match="no column 'text'"):
+    monkeypatch.setitem(sys.modules, "datasets", datasets_of(Rows([{"body": "one", "label": 1}]), []))
+    with pytest.raises(ValueError, match="no column 'text'; expected one of body, label"):
         load_text("hf:owner/name")
     with pytest.raises(ValueError, match="text 'hf:owner/name:::label' has column 'label' of int; expected texts"):
         load_text("hf:owner/name:::label")
@@ -189,6 +199,18 @@ def test_texts_take_turns_and_generated_text_fills_up(tmp_path):
     assert kinds.count(short) == 5 and kinds.count(long) == 18 and kinds.count(7) == 9 and kinds.count(8) == 8
     for quarter in (kinds[:10], kinds[10:20], kinds[20:30], kinds[30:]):
         assert quarter.count(short) in (1, 2) and quarter.count(7) in (2, 3) and quarter.count(8) == 2
+
+
+def test_a_text_named_twice_has_two_shares(tmp_path):
+    tokenizer = tiny.tokenizer()
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(name * 4000)
+    a, b = tmp_path / "a", tmp_path / "b"
+    often, once, own = text_shares(tokenizer, f"{a}+generated+{b}+{a}+{a}", 11, 50, seed=0)
+    assert (len(often), len(once), own) == (30, 10, OwnText("generated", 11, 10))
+    assert (often[:, 5] == often[0, 5]).all() and (once[:, 5] != often[0, 5]).all()
+    once, own = text_shares(tokenizer, f"{a}+generated+generated", 11, 51, seed=0)
+    assert (len(once), own) == (17, OwnText("generated", 11, 34))
 
 
 def test_prompts_have_a_place_for_the_topic():
