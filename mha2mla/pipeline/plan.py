@@ -26,6 +26,7 @@ from mha2mla.pipeline.sizing import (
     AUTO_LOSSES,
     CODES_OVER_PREDICTED,
     GPU,
+    HEALED_LOSSES,
     ITEMSIZE,
     MEASURED_LOSSES,
     MEASURED_OVER_PREDICTED,
@@ -195,6 +196,8 @@ def plan(
             losses = {} if coded else figures.get((row["preset"], layout), {})
             losses = AUTO_LOSSES.get(model, {}) if bits == "auto" else losses
             row[model] = losses.get(ratio, NOT_MEASURED) + (" (quick)" if coded and ratio in losses else "")
+            healed = HEALED_LOSSES[model].get((bits, ratio)) if layout == DEFAULT_LAYOUT else None
+            row[model] += f", healed {healed}" if healed else ""
         row["loss"] = "1" if ratio == 1 and not coded else row.get(name, NOT_MEASURED)
         words = ["mha2mla", "convert", typed, f"{name}-{named.replace(' ', '-').replace(',', '')}"]
         words += ["--cache-ratio", f"{ratio:g}", *(["--layout", layout] if layout != DEFAULT_LAYOUT else [])]

@@ -109,6 +109,16 @@ AUTO_LOSSES: Mapping[str, Mapping[float, str]] = MappingProxyType(
         },
     }
 )  # fmt: skip
+# The same of gradient steps and healing, in 16 bits on real text (docs/healing.md), by model, latent.bits and ratio.
+HEALED_LOSSES: Mapping[str, Mapping[tuple[int | str, float], str]] = MappingProxyType(
+    {
+        "SmolLM2-135M-Instruct": {
+            (16, 0.5): "1.009 / 1.022", (16, 0.3125): "1.049 / 1.062", (16, 0.1875): "1.121 / 1.133",
+            ("auto", 0.125): "1.016 / 1.031", ("auto", 0.0625): "1.086 / 1.125",
+        },
+        "Qwen2.5-Coder-0.5B-Instruct": {("auto", 0.125): "1.066 / 1.080"},
+    }
+)  # fmt: skip
 
 # Bits of an element that "auto" chose by cache_ratio, the mean over layers and over those two models.
 _MEAN_BITS = ((0.0625, 2.1), (0.125, 3.1), (0.16, 3.5), (0.1875, 3.9), (0.25, 4.4), (0.3125, 5.48), (0.5, 8.0))

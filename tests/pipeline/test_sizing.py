@@ -16,6 +16,7 @@ from mha2mla.pipeline.sizing import (
     CODES_OVER_PREDICTED,
     CONVERSIONS,
     GPUS,
+    HEALED_LOSSES,
     MEASURED_LOSSES,
     MEASURED_OVER_PREDICTED,
     Footprint,
@@ -164,6 +165,19 @@ def test_losses_are_those_of_the_quality_page():
     ranks = [line for line in lines if len(line) == 5 and line[0].replace(".", "").isdigit() and line[1].isdigit()]
     on_page = {float(line[0]): line[3].split(" / ") for line in ranks}
     assert {ratio: f"{losses[0]} / {losses[1]}" for ratio, losses in on_page.items()} == larger["latent", "latent"]
+
+
+def test_losses_after_healing_are_the_worst_of_the_quality_page():
+    page = (ROOT / "docs" / "quality.md").read_text(encoding="utf-8").replace("*", "")
+    for model, part in zip(HEALED_LOSSES, page.split("## A second model"), strict=True):
+        found = {}
+        for line in part.splitlines():
+            if "healed" in line and line.startswith("| 0.") and line.count(" / ") >= 3:
+                ratio, cache, *texts = (cell.strip() for cell in line.strip("|").split("|"))
+                pairs = [text.split(" / ") for text in texts if " / " in text]
+                worst = map(max, zip(*pairs, strict=True))
+                found[16 if cache.startswith("16") else "auto", float(ratio)] = " / ".join(worst)
+        assert found == HEALED_LOSSES[model]
 
 
 def test_losses_of_ranks_and_bits_by_layer_are_those_on_record():
