@@ -323,6 +323,7 @@ def speed(
     steps: int = 100,
     batch_tokens: int = 1 << 14,
     tokens_at_once: int = 1 << 13,
+    long_share: float = 0.4,
     layers: int | None = None,
     device: str | None = None,
     json: str | None = None,
@@ -334,7 +335,7 @@ def speed(
         ratio: cache_ratio of the conversion. bits: of its latents, as in ``latent.bits``; default 16.
         train: as in ``mha2mla heal``.
         steps: of the optimizer.
-        batch_tokens: of a step. tokens_at_once: of a pass.
+        batch_tokens: of a step. tokens_at_once: of a pass. long_share: of the tokens, in long windows.
         layers: of both; default the shape's.
         device: cpu, cuda, …; default CUDA when there is one.
         json: file to write.
@@ -343,7 +344,7 @@ def speed(
     on_gpu = place.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     sizes = {"batch_tokens": batch_tokens, "tokens_at_once": tokens_at_once, "evaluations": 1, "keep": "last"}
-    sizes |= {"rate": 1e-5}
+    sizes |= {"rate": 1e-5, "long_share": long_share}
     if tokens_at_once < PRESETS["standard"]["long_length"]:
         sizes |= {"length": tokens_at_once // 2, "long_length": tokens_at_once}
     settings = Settings.of("standard", train=train, tokens=steps * batch_tokens, **sizes)

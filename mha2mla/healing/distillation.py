@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class Distillation(nn.Module):
             for layer in model.base_model.layers:
                 layer.compile(**_COMPILATION)
 
-    def forward(self, input_ids: Tensor, lengths: Tensor, weights: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(self, input_ids: Tensor, lengths: Sequence[int], weights: Tensor | None = None) -> dict[str, Tensor]:
         """Mean over tokens of KL(teacher ‖ student) in nats.
 
         Args:
@@ -60,10 +61,11 @@ class Distillation(nn.Module):
         with stance, torch.compiler.config.patch(_GRAPHS):
             return self._forward(input_ids, lengths, weights)
 
-    def _forward(self, input_ids: Tensor, lengths: Tensor, weights: Tensor | None) -> dict[str, Tensor]:
-        (teacher,), total = self._teacher, 0.0
-        for length in sorted(set(lengths.tolist())):
-            chosen = lengths == length
+    def _forward(self, input_ids: Tensor, lengths: Sequence[int], weights: Tensor | None) -> dict[str, Tensor]:
+        (teacher,), total, kinds = self._teacher, 0.0, sorted(set(map(int, lengths)))
+        for length in kinds:
+            # A slice where all are alike: the host would wait for the device to index it.
+            chosen = slice(None) if len(kinds) == 1 else [place for place, each in enumerate(lengths) if each == length]
             ids = input_ids[chosen].view(-1, length)
             with torch.autocast(ids.device.type, self._autocast, enabled=self._autocast is not None):
                 with torch.no_grad():
@@ -129,4 +131,4 @@ def run_pass(distillation: Distillation, ids: Tensor, length: int) -> None:
 
 def gradients(distillation: Distillation, ids: Tensor, length: int) -> None:
     """Accumulates the gradients of a pass over ids [blocks, size] in windows of ``length``."""
-    distillation.train()(ids, torch.full((len(ids),), length))["loss"].backward()
+    distillation.train()(ids, [length] * len(ids))["loss"].backward()

@@ -58,7 +58,7 @@ def first_steps(
         held_out_weights = held_out_weights / held_out_weights[measured].mean()
 
     def loss(part: TokenBlocks, chosen: list[int], weights: Tensor | None = None) -> Tensor:
-        lengths = torch.tensor([part.lengths[block] for block in chosen])
+        lengths = [part.lengths[block] for block in chosen]
         weights = None if weights is None else weights[chosen].to(device)
         return distillation(part.tokens[chosen].to(device), lengths, weights)["loss"]
 

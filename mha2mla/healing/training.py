@@ -50,8 +50,16 @@ class Blocks(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         block = self._order[index]
-        item = {"input_ids": self._blocks.tokens[block], "lengths": torch.tensor(self._blocks.lengths[block])}
+        item = {"input_ids": self._blocks.tokens[block], "lengths": self._blocks.lengths[block]}
         return item if self._weights is None else item | {"weights": self._weights[block]}
+
+
+def _batch(items: list[dict[str, Any]]) -> dict[str, Any]:
+    """Tensors are stacked; lengths stay numbers of the host, which would wait for the step before to read a tensor."""
+    lengths = [item["lengths"] for item in items]
+    return {name: torch.stack([item[name] for item in items]) for name in items[0] if name != "lengths"} | {
+        "lengths": lengths
+    }
 
 
 def passes(lengths: Sequence[int], size: int, needed: int, seed: int) -> list[int]:
@@ -102,7 +110,10 @@ class _Trainer(Trainer):
         return self.optimizer
 
     def get_train_dataloader(self) -> DataLoader:
-        return self.accelerator.prepare(DataLoader(self.train_dataset, self.args.per_device_train_batch_size))
+        size, pinned = self.args.per_device_train_batch_size, not self.args.use_cpu
+        return self.accelerator.prepare(
+            DataLoader(self.train_dataset, size, collate_fn=self.data_collator, pin_memory=pinned)
+        )
 
     def _save_checkpoint(self, *args: Any) -> None:
         try:
@@ -113,25 +124,35 @@ class _Trainer(Trainer):
 
 class _Clock(TrainerCallback):
     """Seconds of the optimizer steps alone: no evaluation, checkpoint or kernel that is compiled for the first one; and
-    of earlier runs in all. Rows of evaluations, which checkpoints hold, have both for a run that goes on."""
+    of earlier runs in all. Rows of evaluations, which checkpoints hold, have both for a run that goes on.
+
+    Between evaluations it runs on: to look at it waits for the device, which then has nothing to do for a while.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.seconds, self.earlier, self._device = 0.0, 0.0, device
-        self._began = self._started = 0.0
+        self._counted, self.earlier, self._device = 0.0, 0.0, device
+        self._began: float | None = None
+        self._started = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self._counted + (0.0 if self._began is None else _now(self._device) - self._began)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         for row in state.log_history:
-            self.seconds, self.earlier = row.get("seconds", (self.seconds, self.earlier))
+            self._counted, self.earlier = row.get("seconds", (self._counted, self.earlier))
         self._started = _now(self._device)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         state.log_history[-1]["seconds"] = [self.seconds, self.earlier + _now(self._device) - self._started]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._began = _now(self._device)
+        if self._began is None:
+            self._began = _now(self._device)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.seconds += _now(self._device) - self._began
+        if control.should_evaluate or control.should_save or state.global_step >= state.max_steps:
+            self._counted, self._began = self.seconds, None
 
 
 class _Minutes(TrainerCallback):
@@ -151,9 +172,9 @@ class _Minutes(TrainerCallback):
         made = state.global_step - step
         if made < self._every or state.global_step >= state.max_steps:
             return
-        self._timed = state.global_step, self._clock.seconds
-        left = 60 * self._settings.minutes - self._clock.seconds
-        steps = state.global_step + max(1, int(left / (self._clock.seconds - seconds) * made))
+        self._timed = _, now = state.global_step, self._clock.seconds
+        left = 60 * self._settings.minutes - now
+        steps = state.global_step + max(1, int(left / (now - seconds) * made))
         steps = int(broadcast(torch.tensor(steps, device=args.device)))  # each process has a clock of its own
         if steps >= _HARDLY_FEWER * state.max_steps:
             return
@@ -399,6 +420,7 @@ def train(
         prediction_loss_only=True,
         label_names=["input_ids"],  # so that evaluation has a loss
         remove_unused_columns=False,
+        accelerator_config={"non_blocking": device.type == "cuda"},
         logging_nan_inf_filter=False,
         disable_tqdm=True,
         report_to="none",
@@ -423,6 +445,7 @@ def train(
         args=arguments,
         train_dataset=Blocks(blocks, order, weights),
         eval_dataset=Blocks(held_out, range(len(held_out)), held_out_weights),
+        data_collator=_batch,
         callbacks=[clock, *callbacks, _Bar(progress, step_tokens), _Checkpoints()],
     )
     trainer.remove_callback(PrinterCallback)

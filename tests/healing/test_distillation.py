@@ -30,7 +30,7 @@ def test_windows_of_several_lengths_are_one_mean(folders):
     settings = Settings.of("quick", tokens=64, length=16, long_length=32)
     distillation = Distillation(load_models(*folders, torch.device("cpu"), settings), None)
     ids = torch.randint(2, 258, (3, 32))
-    lengths = torch.tensor([16, 32, 16])
+    lengths = [16, 32, 16]
     alone = [distillation(ids[row : row + 1], lengths[row : row + 1])["loss"] for row in range(3)]
     torch.testing.assert_close(distillation(ids, lengths)["loss"], sum(alone) / 3)
 
@@ -54,7 +54,7 @@ def test_codes_are_noise_that_gradients_pass(folders, coded):
     settings = Settings.of("quick", tokens=64, length=32, long_length=32)
     models = load_models(folders[0], coded, torch.device("cpu"), settings)
     ids, distillation = tiny.some_tokens(2, 32), Distillation(models, None)
-    loss = distillation(ids, torch.tensor([32, 32]))["loss"]
+    loss = distillation(ids, [32, 32])["loss"]
     expected = models.teacher(ids).logits.log_softmax(-1)
     for bits, same in ((3, True), (16, False)):
         models.student.config.latent_bits = bits
@@ -68,7 +68,7 @@ def test_codes_are_noise_that_gradients_pass(folders, coded):
 
 
 def test_compiled_layers_train_as_they_are(models):
-    ids, lengths = tiny.some_tokens(2, 32), torch.tensor([32, 32])
+    ids, lengths = tiny.some_tokens(2, 32), [32, 32]
     found = []
     for compiled in (False, True):
         distillation = Distillation(models, None)
@@ -115,7 +115,7 @@ def test_every_shape_has_its_graph(models, monkeypatch):
     distillation, counts = Distillation(models, None).train(), []
     distillation.compile_layers()
     for length in range(16, 23):  # with a teacher and a student 14 graphs of layers
-        distillation(tiny.some_tokens(1, length), torch.tensor([length]))
+        distillation(tiny.some_tokens(1, length), [length])
         counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert len({after - before for before, after in itertools.pairwise(counts)}) == 1
 
@@ -159,7 +159,7 @@ def test_compiled_codes_are_those_of_their_rows():
 def test_a_step_runs_few_ops_and_fills_no_memory(models):
     distillation = Distillation(models, None)
     with deterministic(warn_only=True), torch.profiler.profile() as profile:
-        distillation(tiny.some_tokens(2, 32), torch.tensor([32, 32]))["loss"].backward()
+        distillation(tiny.some_tokens(2, 32), [32, 32])["loss"].backward()
     counts = {each.key: each.count for each in profile.key_averages()}
     assert counts["aten::fill_"] < 60 < counts["aten::empty_strided"]
 
@@ -182,4 +182,4 @@ def test_layers_that_do_not_compile_train_plainly(from_minutes, folders, monkeyp
             assert tokens_in(2.0, distillation, settings, 258) > 0
         warm_up(distillation, TokenBlocks.of(tiny.some_tokens(2, 32)), 2)
     assert len(told) == 1
-    assert distillation(tiny.some_tokens(2, 32), torch.tensor([32, 32]))["loss"].isfinite()
+    assert distillation(tiny.some_tokens(2, 32), [32, 32])["loss"].isfinite()

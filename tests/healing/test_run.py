@@ -92,33 +92,54 @@ def test_how_long_the_rate_falls(optimizer, folders, tmp_path):
     assert shares == pytest.approx([0.0, *falling])
 
 
-def test_speed_leaves_evaluations_out_and_log_has_the_curve(folders, tmp_path, monkeypatch):
-    """A clock that each step moves by 2 s, each evaluation by 100 s."""
-    now, evaluate = [0.0], training.Trainer.evaluate
+@pytest.fixture
+def clock(monkeypatch):
+    """[seconds, looks at them]: each step takes 2 s, each evaluation 100 s."""
+    now = [0.0, 0]
 
-    def evaluating(*args, **keys):
-        now[0] += 100
-        return evaluate(*args, **keys)
+    def look(_):
+        now[1] += 1
+        return now[0]
 
-    monkeypatch.setattr(training, "_now", lambda _: now.__setitem__(0, now[0] + 1) or now[0])
-    monkeypatch.setattr(training.Trainer, "evaluate", evaluating)
+    def taking(seconds, name):
+        method = getattr(training.Trainer, name)
+
+        def timed(*args, **keys):
+            now[0] += seconds
+            return method(*args, **keys)
+
+        monkeypatch.setattr(training.Trainer, name, timed)
+
+    monkeypatch.setattr(training, "_now", look)
+    taking(1, "training_step")  # one of two passes
+    taking(100, "evaluate")
+    return now
+
+
+def test_speed_leaves_evaluations_out_and_log_has_the_curve(clock, folders, tmp_path):
     report = heal(folders, tmp_path / "out", log=tmp_path / "curve.json", evaluations=3)
-    assert report.trained.tokens_per_second == 1280 / 10 and report.trained.seconds > 300
+    assert report.trained.tokens_per_second == 1280 / 20 and report.trained.seconds == 420
     curve = json.loads((tmp_path / "curve.json").read_text())
     assert [row["step"] for row in curve if "held_out_kl" in row] == [0, 4, 8, 10]
     assert curve == report.trained.curve
 
 
-def test_a_run_that_goes_on_adds_the_time_before(folders, tmp_path, monkeypatch):
-    """A clock that each step moves by 2 s; all of them were made by the run that was interrupted."""
-    now = [0.0]
-    monkeypatch.setattr(training, "_now", lambda _: now.__setitem__(0, now[0] + 1) or now[0])
+def test_no_step_waits_for_the_device(clock, folders, tmp_path):
+    """To look at the clock waits."""
+    looks = []
+    for tokens in (1280, 2560):
+        heal(folders, tmp_path / f"{tokens}", tokens=tokens, evaluations=2)
+        looks.append(clock[1])
+    assert looks[1] == 2 * looks[0]
 
+
+def test_a_run_that_goes_on_adds_the_time_before(clock, folders, tmp_path, monkeypatch):
+    """All steps were made by the run that was interrupted."""
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(run, "write_healed", interrupt)
         heal(folders, tmp_path / "out")
     trained = heal(folders, tmp_path / "out").trained
-    assert trained.tokens_per_second == 1280 / 10 and trained.seconds > 20
+    assert trained.tokens_per_second == 1280 / 20 and trained.seconds >= 120
 
 
 def test_healed_checkpoint_is_a_conversion_with_both_figures(folders, tmp_path):
@@ -298,8 +319,8 @@ def test_a_full_disk_is_named_and_the_run_goes_on(error, folders, whole, tmp_pat
 
 def test_fewer_steps_where_minutes_are_short(folders, tmp_path, monkeypatch, capsys):
     """A clock by which each step takes a second: of 40 that were planned 25 fit, and a run that goes on knows it."""
-    now = [0.0]
-    monkeypatch.setattr(training, "_now", lambda _: now.__setitem__(0, now[0] + 1) or now[0])
+    stepped = Steps(monkeypatch)
+    monkeypatch.setattr(training, "_now", lambda _: stepped.calls / 2)
     monkeypatch.setattr(run, "tokens_in", lambda *_: 40 * 128)
     keys = {"tokens": None, "minutes": 25 / 60, "rate": 1e-3, "evaluations": 5}
     trained = heal(folders, tmp_path / "whole", progress=True, **keys).trained
@@ -320,8 +341,8 @@ def test_fewer_steps_where_minutes_are_short(folders, tmp_path, monkeypatch, cap
 
 def test_fewer_steps_where_the_machine_gets_busier(folders, tmp_path, monkeypatch):
     """Ten steps take a second each, all others two: after twenty, 10 of the 40 s are left."""
-    now, stepped = [0.0], Steps(monkeypatch)
-    monkeypatch.setattr(training, "_now", lambda _: now.__setitem__(0, now[0] + 1 + (stepped.calls > 20)) or now[0])
+    stepped = Steps(monkeypatch)
+    monkeypatch.setattr(training, "_now", lambda _: stepped.calls / 2 + max(0, stepped.calls - 20) / 2)
     monkeypatch.setattr(run, "tokens_in", lambda *_: 40 * 128)
     trained = heal(folders, tmp_path / "out", tokens=None, minutes=40 / 60, rate=1e-3, evaluations=5).trained
     assert (trained.steps, trained.tokens) == (25, 25 * 128)
@@ -622,7 +643,7 @@ def test_a_student_has_no_noise(family, noise, tmp_path):
     settings = run.Settings.of("quick", tokens=128, length=32, long_length=32)
     models = student.load_models(tmp_path / "source", tmp_path / "converted", torch.device("cpu"), settings)
     made, ids = distillation.Distillation(models, None), tiny.some_tokens(2, 32)
-    losses = [made.train(mode)(ids, torch.tensor([32, 32]))["loss"] for mode in (True, False)]
+    losses = [made.train(mode)(ids, [32, 32])["loss"] for mode in (True, False)]
     assert torch.equal(*losses)
     heal((tmp_path / "source", tmp_path / "converted"), tmp_path / "out", tokens=128)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -691,8 +712,8 @@ def counting(self, *inputs):
 
 distillation.Distillation._forward = counting
 if "minutes" in json.loads(keys):  # a step takes a second here, and two in the other process
-    now, training._FEWEST_TIMED, run.tokens_in = [0.0], 2, lambda *_: 2560
-    training._now = lambda _: now.__setitem__(0, now[0] + 1 + int(os.environ["RANK"])) or now[0]
+    training._FEWEST_TIMED, run.tokens_in = 2, lambda *_: 2560
+    training._now = lambda _: len(passes) / 2 * (1 + int(os.environ["RANK"]))
 report = mha2mla.heal(*folders, text=tiny.some_tokens(48, 32), **json.loads(keys))
 done = report.trained
 found = [done.steps, done.tokens, len(passes), report.shared_parameters > 0, report.settings.rate]
