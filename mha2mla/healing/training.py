@@ -55,11 +55,9 @@ class Blocks(Dataset):
 
 
 def _batch(items: list[dict[str, Any]]) -> dict[str, Any]:
-    """Tensors are stacked; lengths stay numbers of the host, which would wait for the step before to read a tensor."""
-    lengths = [item["lengths"] for item in items]
-    return {name: torch.stack([item[name] for item in items]) for name in items[0] if name != "lengths"} | {
-        "lengths": lengths
-    }
+    """Tensors stacked, and lengths as numbers: to read a tensor of them the host would wait for the step before."""
+    columns = {name: [item[name] for item in items] for name in items[0]}
+    return {name: column if name == "lengths" else torch.stack(column) for name, column in columns.items()}
 
 
 def passes(lengths: Sequence[int], size: int, needed: int, seed: int) -> list[int]:
@@ -172,7 +170,8 @@ class _Minutes(TrainerCallback):
         made = state.global_step - step
         if made < self._every or state.global_step >= state.max_steps:
             return
-        self._timed = _, now = state.global_step, self._clock.seconds
+        now = self._clock.seconds
+        self._timed = state.global_step, now
         left = 60 * self._settings.minutes - now
         steps = state.global_step + max(1, int(left / (now - seconds) * made))
         steps = int(broadcast(torch.tensor(steps, device=args.device)))  # each process has a clock of its own

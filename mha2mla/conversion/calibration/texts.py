@@ -43,6 +43,7 @@ _LARGE = 1 << 24  # characters: of a larger text only as much is tokenized as is
 _PIECE = 1 << 17  # characters
 _AT_ONCE = 16  # pieces, by all cores
 _SHUFFLED = 10_000  # rows that are read ahead, of which the next is drawn
+_USUALLY_PER_TOKEN = 8  # characters; English has some 4.5
 CHARACTERS_PER_TOKEN = 16  # more than texts have: what lies beyond them is not tokenized only to be thrown away
 # Test file of libbacktrace in Apache TVM FFI, which TileLang requires: some 140k tokens.
 _OPTICKS = Path("3rdparty/libbacktrace/Isaac.Newton-Opticks.txt")
@@ -323,7 +324,7 @@ def text_shares(
             parts.append(OwnText(part, length, share))
             count -= share
         else:
-            enough = CHARACTERS_PER_TOKEN * length * share if part.startswith(DATASET) else None
+            enough = _USUALLY_PER_TOKEN * length * share if part.startswith(DATASET) else None
             text = load_text(part, enough, seed=seed)
             parts.append(token_windows(tokenizer, text, length, share, seed=seed))
             count -= len(parts[-1])
