@@ -22,6 +22,7 @@ from mha2mla.conversion.calibration.texts import (
     in_turns,
     start_tokens,
     text_identity,
+    text_parts,
     text_shares,
 )
 from mha2mla.conversion.calibration.windows import checked_windows
@@ -71,7 +72,7 @@ def training_text(
     if not isinstance(text, str):
         return TokenBlocks.of(text)
     tokenizer, size = read_tokenizer(str(source.folder), "source"), settings.long_length
-    names = [text] if Path(text).is_file() else text.split("+")
+    names = text_parts(text)
     own = Counter(name for name in names if name in (GENERATED, DIVERSE))
     others = [name for name in names if name not in own]
     count = max(2, tokens // size)

@@ -99,7 +99,7 @@ def check_single_text(name: str | Path) -> None:
     name = str(name)
     if name in (GENERATED, DIVERSE) and not Path(name).is_file():
         raise ValueError(f"text {name!r} is made up by a model, for calibration; expected {_EXPECTED}")
-    if not name.startswith(DATASET) and len(parts := _parts(name)) > 1:
+    if not name.startswith(DATASET) and len(parts := text_parts(name)) > 1:
         raise ValueError(f"text {name!r} is {len(parts)} texts joined by '+'; expected one: {_EXPECTED}")
     _check_part(name)
 
@@ -110,7 +110,7 @@ def check_text(name: str | Path) -> None:
     Raises:
         ValueError: a part is neither a name nor a file.
     """
-    for part in _parts(name):
+    for part in text_parts(name):
         _check_part(part)
 
 
@@ -128,11 +128,12 @@ def text_identity(name: str | Path) -> str:
     Raises:
         ValueError: a part is neither a file nor a name of :func:`load_text`.
     """
-    parts = _parts(name)
-    for place, part in enumerate(parts):
+    parts = text_parts(name)
+    said = {part: part for part in parts}  # one that is named several times is read once
+    for part in said:
         if part not in (GENERATED, DIVERSE) and not part.startswith((BUILTIN, DATASET)):
-            parts[place] = f"{part} (sha256 {hashlib.sha256(_file(part).read_bytes()).hexdigest()})"
-    return "+".join(parts)
+            said[part] = f"{part} (sha256 {hashlib.sha256(_file(part).read_bytes()).hexdigest()})"
+    return "+".join(said[part] for part in parts)
 
 
 def recorded_name(name: str) -> str:
@@ -140,7 +141,8 @@ def recorded_name(name: str) -> str:
     return "+".join(part.rpartition("/")[2] if part[:1] in "/~" else part for part in name.split("+"))
 
 
-def _parts(name: str | Path) -> list[str]:
+def text_parts(name: str | Path) -> list[str]:
+    """The texts that ``name`` joins by ``+``; a file whose path has one is itself."""
     return [str(name)] if Path(name).is_file() else str(name).split("+")
 
 
@@ -307,7 +309,7 @@ def text_shares(
     Raises:
         ValueError: a text is unusable (``load_text``, ``token_windows``).
     """
-    named = Counter(_parts(name))
+    named = Counter(text_parts(name))
     # The generated text is as long as it must be: it makes up for texts that are too short for their share.
     own = [part for part in named if part in (GENERATED, DIVERSE)]
     read = [part for part in named if part not in own]

@@ -60,8 +60,7 @@ def choose_layer_ranks(
     ``"auto"`` the recipe's ``cache_ratio``. The loss of a rank is the Kullback-Leibler divergence of the source's
     next-token predictions from those of the source with one layer converted (nats per token, on held-out calibration
     windows), of most ranks by :func:`measure_losses`' proportion; between and above these its logarithm is taken as
-    linear. A layer with a loss that is not
-    finite (None in what is returned) gets the uniform rank.
+    linear. A layer with a loss that is not finite (None in what is returned) gets the uniform rank.
     """
     geometry, is_auto = walk.geometries[0], walk.recipe.latent.bits == "auto"
     budget, mean, bits = geometry.cache_bytes_per_token(2), geometry.kv_lora_rank, [geometry.latent_bits]
