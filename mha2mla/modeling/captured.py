@@ -4,6 +4,9 @@ A recording holds at every length: it runs over a static cache that shares the p
 (:meth:`LatentCache.sharing_pages`), so lengths come from the device; tokens, positions and the mask are copied into
 buffers that it reads. All else that a step looks at on the host is in the key under which it is kept, or in the
 ``fingerprint`` that is compared once per ``generate``. Where pages move, what was recorded over them goes.
+
+A step is launched as soon as its token is chosen, beside the stream on which transformers' loop waits to hear whether
+that token was the last, so that the device has work while the host prepares the step (:class:`LaunchesAhead`).
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, StoppingCriteria
 
 from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH, compile_ahead
 from mha2mla.modeling.cache import LatentCache
@@ -43,6 +46,12 @@ class Recorder(Protocol):
     ) -> tuple[Tensor, Callable[[], None]]:
         """Result of ``step``, and a function that repeats its device work in place, with the host's values
         of now. ``step`` may be run for that, each time with an ``undo`` behind it."""
+
+    def launch(self, replay: Callable[[], None], device: torch.device) -> None:
+        """Replays behind all work of now and beside all later work, up to :meth:`wait`."""
+
+    def wait(self, device: torch.device) -> None:
+        """Later work comes behind what was launched; the host does not wait."""
 
 
 @functools.cache
@@ -86,6 +95,15 @@ class CudaGraphs:
         torch.cuda.current_stream(device).wait_stream(stream)
         self._pool = graph.pool()
         return result, graph.replay
+
+    def launch(self, replay: Callable[[], None], device: torch.device) -> None:
+        stream = _stream(device, threading.get_ident())
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            replay()
+
+    def wait(self, device: torch.device) -> None:
+        torch.cuda.current_stream(device).wait_stream(_stream(device, threading.get_ident()))
 
 
 def fingerprint(model: PreTrainedModel) -> tuple:
@@ -146,6 +164,8 @@ _ROOM_FOR_ANSWER = 4096
 # Capacities are multiples of it, so that prompts of other lengths find pages, and recordings, to use again.
 _CAPACITY_STEP = 1024
 _LONG_PROMPT = 256  # tokens; longer prompts launch the same kernels
+# Arguments of ``forward`` that a step may have to be launched before it is asked for.
+_STEP_ARGUMENTS = ("past_key_values", "attention_mask", "position_ids", "logits_to_keep", "use_cache")
 
 
 @dataclass(frozen=True)
@@ -178,6 +198,17 @@ class _Graph(NamedTuple):
     replay: Callable[[], None]
 
 
+class _Launched(NamedTuple):
+    """A step that runs before it is asked for: behind the last token of ``sequence`` [B, T], with ``inputs`` (token,
+    position, mask) from ``arguments``, over ``pages`` whose device has counted it and whose host has not."""
+
+    graph: _Graph
+    pages: LatentCache
+    sequence: Tensor
+    arguments: dict[str, Any]
+    inputs: tuple
+
+
 class DecodeGraphs:
     """Recorded decode steps over the pages of one cache, by shapes and settings.
 
@@ -198,6 +229,8 @@ class DecodeGraphs:
         self._addresses: list[int] = []
         self._seen: set[tuple] = set()
         self._graphs: dict[tuple, _Graph | None] = {}
+        self._coming: dict[str, Any] | None = None
+        self._launched: _Launched | None = None
 
     def __reduce__(self) -> tuple:
         return type(None), ()
@@ -220,15 +253,15 @@ class DecodeGraphs:
         Args:
             model: whose ``forward`` is asked, with the other arguments.
         """
-        inputs = (input_ids, position_ids, attention_mask)
+        launched, inputs = self._launched, (input_ids, position_ids, attention_mask)
+        if launched is not None and input_ids is launched.inputs[0]:
+            self._launched = None
+            self._recorder.wait(input_ids.device)
+            return self._logits_of(launched.graph, cache, input_ids.shape[1])
+        self.settle()
         if not self._fits(cache, *inputs, logits_to_keep):
             return None
-        source = model.model.config
-        key = (
-            (input_ids.shape, logits_to_keep, attention_mask is not None, cache.padding_is_left),
-            (model.config.attention_backend, source.num_hidden_layers),
-            getattr(source, "_experts_implementation", None),  # generate changes it for some of its steps
-        )
+        key = self._key(model, cache, *inputs, logits_to_keep)
         if self._is_stale(cache, key):
             self._pages, self._graphs, self._seen = cache.sharing_pages(static=True), {}, set()
             self._owner, self._weights = weakref.ref(cache), fingerprint(model)
@@ -240,17 +273,82 @@ class DecodeGraphs:
         if key not in self._graphs:
             self._pages.padding_is_left = cache.padding_is_left
             self._graphs[key] = self._recorded(model.forward, inputs, logits_to_keep)
-        if (step := self._graphs[key]) is None:
+        if (graph := self._graphs[key]) is None:
             return None
-        step.buffers.load(*inputs)
-        step.replay()
+        graph.buffers.load(*inputs)
+        graph.replay()
+        return self._logits_of(graph, cache, input_ids.shape[1])
+
+    def _logits_of(self, graph: _Graph, cache: LatentCache, query_length: int) -> Tensor | None:
+        """What a replay gives, once the host has counted its tokens; None, and the tokens gone, where weights were
+        moved."""
         for layer in cache.layers:
-            layer.count(input_ids.shape[1])
+            layer.count(query_length)
         if self._where_weights_are() != self._addresses:  # asked while the device works; moved since the step before
-            cache.crop(-input_ids.shape[1])
+            cache.crop(-query_length)
             self._pages = None
             return None
-        return step.logits.clone()
+        return graph.logits.clone()
+
+    def expect(self, arguments: dict[str, Any]) -> None:
+        """Notes what ``generate`` will call ``forward`` with behind the token that it chooses next."""
+        self._coming = arguments
+
+    def launch(self, model: PreTrainedModel, sequence: Tensor) -> None:
+        """Starts the step behind the last token of ``sequence`` [B, T], if it is recorded and all of its arguments are
+        known."""
+        arguments, self._coming = self._coming, None
+        if arguments is None or any(arguments[name] is not None for name in arguments.keys() - set(_STEP_ARGUMENTS)):
+            return
+        cache, position_ids = arguments["past_key_values"], arguments.get("position_ids")
+        if position_ids is None or sequence.device != position_ids.device:
+            return
+        inputs = (sequence[:, -1:], position_ids[:, -1:], arguments.get("attention_mask"))
+        step = (*inputs, arguments.get("logits_to_keep", 0))
+        if not self._fits(cache, *step):
+            return
+        key = self._key(model, cache, *step)
+        if (graph := self._graphs.get(key)) is None or self._is_stale(cache, key):
+            return
+        graph.buffers.load(*inputs)
+        self._recorder.launch(graph.replay, sequence.device)
+        self._launched = _Launched(graph, self._pages, sequence, arguments, inputs)
+
+    def arguments_of_launched(self, sequence: Tensor, arguments: dict[str, Any]) -> dict[str, Any] | None:
+        """Arguments of ``forward`` for the step that runs already, or None if none runs behind ``sequence`` with these
+        ``arguments``."""
+        launched = self._launched
+        if launched is None or sequence is not launched.sequence:
+            return None
+        if any(arguments.get(name) is not launched.arguments.get(name) for name in _STEP_ARGUMENTS):
+            return None
+        names = ("input_ids", "position_ids", "attention_mask")
+        return {**launched.arguments, **dict(zip(names, launched.inputs, strict=True)), "mla_captured": self}
+
+    def settle(self) -> None:
+        """Takes a step back that was launched and not asked for, and forgets what comes."""
+        launched, self._launched, self._coming = self._launched, None, None
+        if launched is not None:
+            tokens = launched.inputs[0]
+            self._recorder.wait(tokens.device)
+            launched.pages.crop(-tokens.shape[1])
+
+    @staticmethod
+    def _key(
+        model: PreTrainedModel,
+        cache: LatentCache,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        attention_mask: Any,
+        logits_to_keep: int | Tensor,
+    ) -> tuple:
+        """All that the host looks at in a step, by which its recording is kept."""
+        source = model.model.config
+        return (
+            (input_ids.shape, logits_to_keep, attention_mask is not None, cache.padding_is_left),
+            (model.config.attention_backend, source.num_hidden_layers),
+            getattr(source, "_experts_implementation", None),  # generate changes it for some of its steps
+        )
 
     def _is_stale(self, cache: LatentCache, key: tuple) -> bool:
         """True where pages or weights lie elsewhere by now. Also between the steps of a call: the first ones may put
@@ -324,6 +422,19 @@ class DecodeGraphs:
         cache.reset()
         cache.captured, self._owner = self, weakref.ref(cache)
         return cache
+
+
+class LaunchesAhead(StoppingCriteria):
+    """Ends nothing. Starts the step behind every token that ``generate`` has chosen, before it waits to hear whether it
+    was the last; of sequences of ``max_length`` tokens it is."""
+
+    def __init__(self, model: PreTrainedModel, graphs: DecodeGraphs, max_length: int | None) -> None:
+        self._model, self._graphs, self._max_length = model, graphs, max_length
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        if self._max_length is None or input_ids.shape[1] < self._max_length:
+            self._graphs.launch(self._model, input_ids)
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
 class GraphStore:

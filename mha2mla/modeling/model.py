@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.masking_utils import create_masks_for_generate
@@ -21,7 +21,7 @@ from mha2mla.modeling import modeling_mha2mla
 from mha2mla.modeling.attention import MLAAttention, refuse_gradients
 from mha2mla.modeling.batch import SequenceBatch
 from mha2mla.modeling.cache import LatentCache, check_mask
-from mha2mla.modeling.captured import DecodeGraphs, GraphStore, explain_capture
+from mha2mla.modeling.captured import DecodeGraphs, GraphStore, LaunchesAhead, explain_capture
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.decoder import FusedDecoder, run_base_model
 from mha2mla.modeling.modeling_mha2mla import is_padding_mask, is_recorded
@@ -39,10 +39,11 @@ _CACHE_OPTIONS = ("attention_window", "num_sink_tokens", "rotary_key_cache")
 class LatentGenerationMixin(GenerationMixin):
     """``generate`` over a :class:`LatentCache`, for a model whose base model is the source's.
 
-    On CUDA decode steps of one to eight tokens over a growing cache are captured in CUDA graphs and replayed; the
-    tokens are the same. ``generate(..., capture=False)``, or ``capture`` in a generation config, turns that off. Pages
-    and graphs of the last call are kept for the next one of as many sequences, unless they take more memory than the
-    model does, until :meth:`release_captured`.
+    On CUDA decode steps of one to eight tokens over a growing cache are captured in CUDA graphs and replayed; in greedy
+    search and sampling a step is launched before the host knows whether its token was the last. The tokens are the
+    same. ``generate(..., capture=False)``, or ``capture`` in a generation config, turns that off. Pages and graphs of
+    the last call are kept for the next one of as many sequences, unless they take more memory than the model does,
+    until :meth:`release_captured`.
 
     ``generate(..., attention_window=1020, num_sink_tokens=4, rotary_key_cache="bfloat16")``, or a generation config
     that has them, stand for what the config says by these names, for the cache of one call.
@@ -89,14 +90,41 @@ class LatentGenerationMixin(GenerationMixin):
         return prepared, model_kwargs
 
     def prepare_inputs_for_generation(
-        self, *args: Any, past_key_values: Cache | None = None, inputs_embeds: Tensor | None = None, **kwargs: Any
+        self,
+        input_ids: Tensor,
+        *args: Any,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
     ) -> dict[str, Any]:
         """transformers' inputs, and ``mla_captured``, by which ``forward`` knows that it may replay a step."""
-        inputs = super().prepare_inputs_for_generation(
-            *args, past_key_values=past_key_values, inputs_embeds=inputs_embeds, **kwargs
-        )
+        kwargs["past_key_values"] = past_key_values
         captured = getattr(past_key_values, "captured", None)
+        if captured is not None and (launched := captured.arguments_of_launched(input_ids, kwargs)) is not None:
+            return launched
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
         return inputs if captured is None else {**inputs, "mla_captured": captured}
+
+    def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """transformers' arguments of the next step, of which the cache's captured steps are told."""
+        arguments = super()._update_model_kwargs_for_generation(*args, **kwargs)
+        captured = getattr(arguments.get("past_key_values"), "captured", None)
+        if captured is not None:
+            captured.expect(arguments)
+        return arguments
+
+    def _sample(self, input_ids: Tensor, *, stopping_criteria: StoppingCriteriaList, **kwargs: Any) -> Any:
+        """transformers' greedy search and sampling, where steps are launched ahead if they are captured."""
+        captured = getattr(kwargs.get("past_key_values"), "captured", None)
+        if captured is None:
+            return super()._sample(input_ids, stopping_criteria=stopping_criteria, **kwargs)
+        # The last of them: what the others do to the model comes before the launch.
+        ahead = LaunchesAhead(self, captured, stopping_criteria.max_length)
+        try:
+            criteria = StoppingCriteriaList([*stopping_criteria, ahead])
+            return super()._sample(input_ids, stopping_criteria=criteria, **kwargs)
+        finally:
+            captured.settle()
 
     def create_masks_for_generate(
         self,
@@ -351,6 +379,8 @@ class MHA2MLAForCausalLM(
         latent = past_key_values if isinstance(past_key_values, LatentCache) else None
         errors = nullcontext()
         if latent is not None and not torch.compiler.is_compiling():
+            if latent.captured is not None:
+                latent.captured.settle()
             errors = latent.unchanged_by_errors()
         with errors:
             if tokens is not None and is_padding_mask(attention_mask) and latent is past_key_values:

@@ -56,6 +56,12 @@ class Tape(TorchDispatchMode):
 
         return result, replay
 
+    def launch(self, replay: Callable[[], None], device: torch.device) -> None:
+        replay()
+
+    def wait(self, device: torch.device) -> None:
+        pass
+
 
 class Refusing(Tape):
     """Fails while it records, after the step was run once, as a capture does that meets a synchronisation."""

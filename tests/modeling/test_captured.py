@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from transformers import GenerationConfig, StoppingCriteria
+from transformers import GenerationConfig, GenerationMixin, StoppingCriteria
 
 from mha2mla.modeling import LatentCache, captured, modeling_mha2mla
 from mha2mla.modeling import cache as cache_module
@@ -150,16 +150,22 @@ def test_backends_by_name(name):
     assert torch.equal(out.sequences, expected) and recordings(out) == (name != "mla_expanded")
 
 
-def test_streamers_and_stopping_criteria():
-    class Stops(StoppingCriteria):
-        def __call__(self, input_ids, scores, **kwargs):
-            return torch.full((1,), input_ids.shape[1] >= 15)
+class Stops(StoppingCriteria):
+    """Ends sequences of so many tokens, of which the host learns from the device."""
 
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.tokens, device=input_ids.device)
+
+
+def test_streamers_and_stopping_criteria():
     model, inputs = captured_model(), padded(6)
     said = []
     streamer = SimpleNamespace(put=lambda tokens: said.extend(tokens.flatten().tolist()), end=lambda: said.append(-1))
-    expected = generate(model, inputs, capture=False, stopping_criteria=[Stops()]).sequences
-    out = generate(model, inputs, streamer=streamer, stopping_criteria=[Stops()])
+    expected = generate(model, inputs, capture=False, stopping_criteria=[Stops(15)]).sequences
+    out = generate(model, inputs, streamer=streamer, stopping_criteria=[Stops(15)])
     assert out.sequences.shape[1] == 15 and torch.equal(out.sequences, expected) and recordings(out) == 1
     assert said == [*expected[0].tolist(), -1]
 
@@ -434,6 +440,65 @@ def test_inference_mode_and_no_grad_share_recordings(recorded):
         with mode():
             assert torch.equal(generate(model, inputs).sequences, expected)
     assert len(recorded) == 1
+
+
+@pytest.mark.parametrize("lengths", [(9,), (9, 4)])
+def test_steps_are_launched_before_the_host_asks_whether_to_go_on(monkeypatch, lengths):
+    """All but the first, which is not recorded, and the second, which is recorded first; none behind the last token."""
+    model, inputs = captured_model(), padded(*lengths)
+    expected = generate(model, inputs, capture=False).sequences
+    order = []
+    monkeypatch.setattr(Tape, "launch", lambda tape, replay, _: (order.append("launched"), replay()))
+    noted(monkeypatch, GenerationMixin, "_has_unfinished_sequences", lambda *_, **__: order.append("asked"))
+    waits = noted(monkeypatch, Tape, "wait", lambda *_: order.append("waited"))
+    out = generate(model, inputs)
+    assert torch.equal(out.sequences, expected) and len(waits) == 11
+    assert order == [*["asked"] * 3, *["launched", "asked", "waited"] * 11, "asked"]
+    assert out.past_key_values.captured._launched is out.past_key_values.captured._coming is None
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_a_step_that_was_launched_in_vain_is_taken_back(case):
+    """The cache holds what was asked for, and serves a next call; by a criterion, and by an error."""
+    model, inputs = captured_model(case), padded(9)
+    options = {"stopping_criteria": [Stops(15)]}
+    reference = generate(model, inputs, capture=False, **options)
+    out = generate(model, inputs, **options)
+    assert torch.equal(out.sequences, reference.sequences) and recordings(out) == 1
+
+    cut = LatentCache(model.config)
+
+    def fails(tokens):
+        if cut.get_seq_length() == 14:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, inputs, past_key_values=cut, streamer=SimpleNamespace(put=fails))
+    for cache in (out.past_key_values, cut):
+        assert cache.captured._launched is None
+        assert [int(layer.cache_seqlens[0]) for layer in cache.layers] == [out.sequences.shape[1] - 1] * 2
+        more = {"input_ids": torch.cat((out.sequences, models.tokens(1, 3)), 1)}
+        other = copy.deepcopy(reference.past_key_values)
+        expected = generate(model, more, past_key_values=other, capture=False).sequences
+        assert torch.equal(generate(model, more, past_key_values=cache).sequences, expected)
+
+
+def test_a_launched_step_is_taken_back_before_another_call(monkeypatch):
+    """A call of one's own between two steps, by a streamer, sees the cache as uncaptured steps left it."""
+    model, inputs, found = captured_model(), padded(9), []
+    for capture in (False, True):
+        cache, logits = LatentCache(model.config), []
+
+        def looks(tokens, cache=cache, logits=logits):
+            if cache.get_seq_length() == 15 and not logits:
+                logits.append(model(tokens[:, None], past_key_values=cache).logits)
+                cache.crop(-1)
+
+        streamer = SimpleNamespace(put=looks, end=lambda: None)
+        out = generate(model, inputs, past_key_values=cache, streamer=streamer, capture=capture)
+        found.append((out.sequences, *logits))
+    assert torch.equal(found[0][0], found[1][0])
+    assert models.relative_error(found[1][1], found[0][1]) < models.TOLERANCE
 
 
 def test_kernels_are_compiled_before_the_first_token(monkeypatch):

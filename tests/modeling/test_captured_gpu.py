@@ -6,10 +6,12 @@ import gc
 import pytest
 import torch
 
+from mha2mla.modeling.captured import CudaGraphs
 from tests.commands import python
 from tests.modeling import models
-from tests.modeling.test_captured import MODES
+from tests.modeling.test_captured import MODES, Stops
 from tests.modeling.test_gpu import batch, make
+from tests.ops import noted
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 LAYOUTS = ("per-group", "shared", "latent", "kept")
@@ -82,9 +84,10 @@ def test_growing_pages_are_captured_anew():
 
 @pytest.mark.parametrize("paddings", [(0,), (0, 20)], ids=["one", "padded"])
 @pytest.mark.parametrize("case", LAYOUTS)
-def test_no_synchronisation_in_a_captured_step(case, paddings):
-    """In all of forward, which is our part, once the step is recorded."""
+def test_no_synchronisation_in_a_captured_step(case, paddings, monkeypatch):
+    """In all of forward, which is our part, once the step is recorded; later steps are launched before that."""
     model, steps = make(case), []
+    launches = noted(monkeypatch, CudaGraphs, "launch", lambda *_: None)
 
     def before(module, args):
         steps.append(len(steps))
@@ -100,7 +103,24 @@ def test_no_synchronisation_in_a_captured_step(case, paddings):
         torch.cuda.set_sync_debug_mode("default")
         for hook in hooks:
             hook.remove()
-    assert len(steps) == 12 and len(out.past_key_values.captured) == 1
+    assert len(steps) == 12 and len(out.past_key_values.captured) == 1 and len(launches) == 9
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_a_step_that_was_launched_in_vain_is_taken_back(case):
+    """The host hears of the end when the step behind it runs; the next call says what it should."""
+    model, inputs = make(case), inputs_of(90, 0)
+    caches, found = [], []
+    for capture in (False, True):
+        out = generate(model, inputs, capture=capture, stopping_criteria=[Stops(110)])
+        assert out.sequences.shape[1] == 110
+        caches.append(out.past_key_values)
+        more = {"input_ids": torch.cat((out.sequences, inputs["input_ids"][:, :7]), 1)}
+        found.append(generate(model, more, past_key_values=out.past_key_values, capture=capture).sequences)
+    assert torch.equal(*found) and len(caches[1].captured) >= 1
+    for mine, other in zip(caches[1].layers, caches[0].layers, strict=True):
+        assert torch.equal(mine.cache_seqlens, other.cache_seqlens)
+        assert all(map(torch.equal, mine.used(), other.used()))
 
 
 def test_memory_is_kept_between_calls_and_released():
@@ -148,6 +168,7 @@ import warnings
 import torch
 from tests.modeling import models
 from tests.modeling.test_gpu import batch, make
+from tests.ops import noted
 
 class Reads(torch.nn.Module):
     def forward(self, x):
