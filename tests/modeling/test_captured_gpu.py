@@ -115,7 +115,8 @@ def test_a_step_that_was_launched_in_vain_is_taken_back(case):
         out = generate(model, inputs, capture=capture, stopping_criteria=[Stops(110)])
         assert out.sequences.shape[1] == 110
         caches.append(out.past_key_values)
-        more = {"input_ids": torch.cat((out.sequences, inputs["input_ids"][:, :7]), 1)}
+        ids = torch.cat((out.sequences, inputs["input_ids"][:, :7]), 1)
+        more = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         found.append(generate(model, more, past_key_values=out.past_key_values, capture=capture).sequences)
     assert torch.equal(*found) and len(caches[1].captured) >= 1
     for mine, other in zip(caches[1].layers, caches[0].layers, strict=True):
