@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import multiprocessing
 import os
 import zlib
@@ -21,6 +22,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> None:
+    """What was there before a module's tests, such as torch and transformers, is no garbage: not looked at again by
+    collections, of which a test of healing has four."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
