@@ -37,8 +37,9 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)  ## convert a first model, compare it, show what it gives
 	$(BIN)/mha2mla demo $(DEMO)
 
+# Tests start some hundred processes, each of which would compile the sources anew.
 test: $(STAMP)  ## every test
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST)
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST)
 
 docs: $(STAMP)  ## the site, in build/site
 	.ci/docs $(BIN)/python

@@ -46,8 +46,8 @@ transformers.utils.logging.disable_progress_bar()
 MODEL = os.environ.get("MHA2MLA_NOTEBOOK_MODEL")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RATIOS = [0.75, 0.5, 0.3125]  # of the source's cache
-LENGTHS = [32, 64, 128] if MODEL is None else [128, 512, 1024]
-TOKENS = 512 if MODEL is None else 2048  # of each text
+LENGTHS = [32, 64] if MODEL is None else [128, 512, 1024]
+TOKENS = 128 if MODEL is None else 2048  # of each text
 TEXTS = ["builtin:opticks", "builtin:stdlib"]
 CALIBRATION = {"calibration.tokens": 4096, "calibration.lengths": 1024}
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION
+from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION, UNMASKED_REPEATABLE, UNMASKED_SDPA
 from mha2mla.eval.loading import load_model
 from mha2mla.healing.settings import Settings
+from mha2mla.modeling.config import visible_tokens
 
 ATTENTION = ".self_attn."
 # Maps to and from the latent: what a source has not.
@@ -116,9 +117,11 @@ def prepare_models(teacher: nn.Module, student: nn.Module, device: torch.device,
     Raises:
         ImportError: adapters are asked for and PEFT is not installed.
     """
-    if teacher.config._attn_implementation != "sdpa":  # load_model's choice for float32, and this is autocast
-        teacher.set_attn_implementation("sdpa")
-    student.requires_grad_(False).set_attn_implementation(REPEATABLE_ATTENTION)
+    # Not load_model's choices, which are for float32: this is autocast.
+    longest = settings.long_length
+    see_all = all(min(visible_tokens(model.config, longest)) == longest for model in (teacher, student))
+    teacher.set_attn_implementation(UNMASKED_SDPA if see_all else "sdpa")
+    student.requires_grad_(False).set_attn_implementation(UNMASKED_REPEATABLE if see_all else REPEATABLE_ATTENTION)
     for module in student.modules():  # the teacher has no such noise; the written config keeps the source's values
         for name in ("p",) if isinstance(module, nn.Dropout) else _NOISE & vars(module).keys():
             setattr(module, name, 0.0)

@@ -27,7 +27,7 @@ from mha2mla.healing.settings import Optimizer
 from tests.commands import ROOT, parse
 from tests.conversion import tiny
 from tests.conversion.tiny import SHORT
-from tests.few import each
+from tests.few import each, few
 from tests.folders import edit_config, interrupted_layer
 from tests.healing.conftest import LATENT
 
@@ -777,7 +777,7 @@ def test_two_processes_train_as_one_with_twice_the_batch(sharded, optimizer, fol
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharded", [False, True], ids=["data parallel", "FSDP"])
+@few("sharded", [True, False], count=1, ids=["FSDP", "data parallel"])
 def test_two_processes_take_one_rate(sharded, folders, tmp_path):
     """The main process measures it, before anything is wrapped or sharded."""
     if sharded and torch.cuda.is_available():
@@ -792,7 +792,7 @@ def test_two_processes_take_one_rate(sharded, folders, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("minutes", "steps"), [(6 / 60, 6), (1, 20)])
+@few("minutes, steps", [(6 / 60, 6), (1, 20)], count=1)
 def test_two_processes_leave_as_many_steps(minutes, steps, folders, tmp_path):
     """As many as the main process's clock allows, of twenty that were planned: one process takes 2560 tokens."""
     keys = {"device": "cpu", "progress": False, "compile": "never", **SMALL, "tokens": None, "minutes": minutes}

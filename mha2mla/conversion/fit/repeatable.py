@@ -18,6 +18,9 @@ from mha2mla.modeling.source_attention import explain_window_attention, window_a
 
 REPEATABLE_ATTENTION = "mha2mla_repeatable"  # for ``config._attn_implementation``
 UNGROUPED_SDPA = "mha2mla_ungrouped_sdpa"
+# For windows without padding of models that see all of them: no function makes masks, before which transformers waits
+# for the device to hear whether positions count on.
+UNMASKED_REPEATABLE, UNMASKED_SDPA = "mha2mla_unmasked_repeatable", "mha2mla_unmasked_sdpa"
 
 
 @contextmanager
@@ -159,3 +162,5 @@ def ungrouped_sdpa(
 for _name, _function in ((REPEATABLE_ATTENTION, repeatable_attention), (UNGROUPED_SDPA, ungrouped_sdpa)):
     AttentionInterface.register(_name, _function)
     AttentionMaskInterface.register(_name, sdpa_mask)
+AttentionInterface.register(UNMASKED_REPEATABLE, repeatable_attention)
+AttentionInterface.register(UNMASKED_SDPA, sdpa_attention_forward)
