@@ -285,12 +285,13 @@ def pages_of(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor] | None
     return *pages, row + step * torch.arange(batch, dtype=torch.int32, device=key.device)[:, None]
 
 
-def explain_window_attention(query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """Why :func:`window_attention` has no kernels for these tensors, or None."""
-    if not 1 < query.shape[2] == key.shape[2]:
-        return f"there are {query.shape[2]} queries and {key.shape[2]} keys; it takes as many, and more than one"
-    widths = (query.shape[-1], value.shape[-1])
-    return explain_causal_attention(query.shape[2], query.shape[1], widths, query.dtype, query.device)
+def explain_window_attention(
+    dtype: torch.dtype, device: torch.device, queries: int, keys: int, heads: int, d_qk: int, d_v: int
+) -> str | None:
+    """Why :func:`window_attention` has no kernels for so many queries and keys of H heads, or None."""
+    if not 1 < queries == keys:
+        return f"there are {queries} queries and {keys} keys; it takes as many, and more than one"
+    return explain_causal_attention(queries, heads, (d_qk, d_v), dtype, device)
 
 
 def window_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:

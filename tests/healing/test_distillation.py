@@ -130,6 +130,24 @@ def test_layers_have_one_graph(models):
     assert 0 < counts[0] == counts[-1]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_layer_is_one_graph(device, monkeypatch):
+    """Of the teacher, and of the student: attention is an op in it."""
+    monkeypatch.setattr(distillation_module, "_COMPILATION", {"dynamic": False, "backend": "eager"})
+    source = source_config("smollm2-135m", num_hidden_layers=2, vocab_size=512)
+    config = converted_config(source, layout="latent", cache_ratio=0.1875)
+    teacher, student = (random_model(each, device, torch.float32) for each in (source, config))
+    settings = Settings.of("quick", tokens=256, length=128, long_length=128, train="all")
+    models = prepare_models(teacher.requires_grad_(False), student, torch.device(device), settings)
+    torch.compiler.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    distillation = Distillation(models, torch.bfloat16).train()
+    distillation.compile_layers()
+    distillation(torch.randint(3, 500, (2, 128), device=device), [128, 128])["loss"].backward()
+    assert counters["stats"]["unique_graphs"] == 3 and not counters["graph_break"], "two layers and the loss"
+
+
 def test_every_shape_has_its_graph(models, monkeypatch):
     monkeypatch.setattr(distillation_module, "_COMPILATION", {"dynamic": False, "backend": "eager"})
     torch.compiler.reset()

@@ -206,5 +206,4 @@ def test_window_attention_is_causal_sdpa(scaling):
 
 
 def test_explain_names_lengths_that_differ():
-    query, key = torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 5, 8)
-    assert "3 queries and 5 keys" in explain_window_attention(query, key, key)
+    assert "3 queries and 5 keys" in explain_window_attention(torch.bfloat16, torch.device("cpu"), 3, 5, 2, 8, 8)

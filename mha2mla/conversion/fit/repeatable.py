@@ -83,7 +83,6 @@ def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=3)
 
 
-@torch.compiler.disable  # kernels and modes that torch.compile does not trace; what surrounds them is compiled
 def repeatable_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -96,7 +95,7 @@ def repeatable_attention(
     """transformers' SDPA attention (the same arguments and result); on CUDA its gradients repeat to the bit.
 
     16-bit causal windows on a Hopper are :func:`mha2mla.kernels.causal_attention`, all else
-    :func:`deterministic_sdpa`.
+    :func:`deterministic_sdpa`, which torch.compile does not trace.
 
     Warns:
         UserWarning: why 16-bit causal windows are PyTorch's.
@@ -108,14 +107,27 @@ def repeatable_attention(
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     repeats = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, repeats), repeat_kv(value, repeats)
-    if attention_mask is None and dtype in (torch.bfloat16, torch.float16):
-        why = explain_window_attention(query, key, value)
-        if why is None:
-            return window_attention(query, key, value, scaling), None
-        _warn(f"attention that is trained through is PyTorch's SDPA, not causal_attention: {why}")
+    if attention_mask is None and _has_kernels(dtype, query.device, *_sizes(query, key, value)):
+        return window_attention(query, key, value, scaling), None
     return deterministic_sdpa(query, key, value, attention_mask, scaling), None
 
 
+def _sizes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[int, int, int, int, int]:
+    return query.shape[2], key.shape[2], query.shape[1], query.shape[3], value.shape[3]
+
+
+@torch.compiler.assume_constant_result
+def _has_kernels(dtype: torch.dtype, device: torch.device, *sizes: int) -> bool:
+    """True where 16-bit causal windows have kernels; warns why not. ``sizes``: those of :func:`_sizes`."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return False
+    why = explain_window_attention(dtype, device, *sizes)
+    if why is not None:
+        _warn(f"attention that is trained through is PyTorch's SDPA, not causal_attention: {why}")
+    return why is None
+
+
+@torch.compiler.disable  # modes that torch.compile does not trace
 def deterministic_sdpa(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from mha2mla.kernels.attention_varlen.api import attention_varlen, explain_attention_varlen
-from mha2mla.kernels.ops import capability, check_scale
+from mha2mla.kernels.ops import LIBRARY, accumulator, capability, check_scale, register
 from mha2mla.kernels.split_kv.choice import HOPPER
 
 TILE = 128  # lengths are multiples of it
@@ -45,11 +44,12 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float) -
                 f"{name} is {x.dtype} {tuple(x.shape)} beside q of {q.dtype} {tuple(q.shape)}; expected equal dtypes"
                 f" and [B, S, H, {'d_v' if name == 'v' else 'd_qk'}]"
             )
-    width = v.shape[3]
-    if 0 in v.shape[:3]:
+    shape = v.shape
+    if 0 in shape[:3]:
         return v.contiguous()  # as empty
-    q, k, v = (F.pad(x, (0, -x.shape[3] % _PADDING)) for x in (q, k, v))
-    return _CausalAttention.apply(q, k, v, softmax_scale)[..., :width].contiguous()
+    q, k, v = (F.pad(x, (0, -x.shape[3] % _PADDING)).flatten(0, 1).contiguous() for x in (q, k, v))
+    out, _ = _windows_op(q, k, v, softmax_scale, shape[1])
+    return out[..., : shape[3]].contiguous().view(shape)
 
 
 def explain_causal_attention(
@@ -99,33 +99,49 @@ def gradients_reference(
     return tuple(x.transpose(1, 2).flatten(0, 1).to(q.dtype) for x in found)
 
 
-class _CausalAttention(torch.autograd.Function):
-    """q, k [B, S, H, d_qk] and v [B, S, H, d_v] of padded widths -> [B, S, H, d_v]."""
+def _windows(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, length: int) -> tuple[Tensor, Tensor]:
+    """Output [T, H, d_v] and log-sum-exps [H, T] of q, k [T, H, d_qk] and v [T, H, d_v], windows of ``length``."""
+    bounds = torch.arange(0, q.shape[0] + 1, length, dtype=torch.int32, device=q.device)
+    return attention_varlen(
+        q, k, v, bounds, bounds, length, softmax_scale=softmax_scale, causal=True, return_lse=True
+    )  # fmt: skip
 
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Tensor:
-        windows, length = q.shape[:2]
-        flat = [x.flatten(0, 1).contiguous() for x in (q, k, v)]
-        bounds = torch.arange(0, windows * length + 1, length, dtype=torch.int32, device=q.device)
-        out, lse = attention_varlen(
-            *flat, bounds, bounds, length, softmax_scale=softmax_scale, causal=True, return_lse=True
-        )
-        ctx.save_for_backward(*flat, out, lse)
-        ctx.softmax_scale, ctx.shape = softmax_scale, (windows, length)
-        return out.unflatten(0, ctx.shape)
 
-    @staticmethod
-    @once_differentiable  # lse is a constant to it
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        _, length = ctx.shape
-        d_out = d_out.flatten(0, 1).contiguous()
-        delta = (d_out.to(lse.dtype) * out).sum(-1).T.contiguous()  # [H, T]
-        operands = (q, k, v, d_out, lse, delta, ctx.softmax_scale, length)
-        if explain_causal_attention(length, q.shape[1], (q.shape[2], v.shape[2]), q.dtype, q.device) is None:
-            from mha2mla.kernels.attention_varlen.gradients import launch_gradients
+def _window_gradients(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, softmax_scale: float, length: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    d_out = d_out.contiguous()
+    delta = (d_out.to(lse.dtype) * out).sum(-1).T.contiguous()  # [H, T]
+    operands = (q, k, v, d_out, lse, delta, softmax_scale, length)
+    if explain_causal_attention(length, q.shape[1], (q.shape[2], v.shape[2]), q.dtype, q.device) is None:
+        from mha2mla.kernels.attention_varlen.gradients import launch_gradients
 
-            found = launch_gradients(*operands)
-        else:
-            found = gradients_reference(*operands)
-        return *(x.unflatten(0, ctx.shape) for x in found), None
+        return launch_gradients(*operands)
+    return gradients_reference(*operands)
+
+
+_windows_op = register(
+    "causal_windows(Tensor q, Tensor k, Tensor v, float softmax_scale, int length) -> (Tensor, Tensor)",
+    _windows,
+    lambda q, k, v, *_: (v.new_empty(v.shape), q.new_empty(q.shape[1], q.shape[0], dtype=accumulator(q.dtype))),
+)
+_gradients_op = register(
+    "causal_window_gradients(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float softmax_scale,"
+    " int length) -> (Tensor, Tensor, Tensor)",
+    _window_gradients,
+    lambda d_out, q, k, v, *_: tuple(x.new_empty(x.shape) for x in (q, k, v)),
+)
+
+
+def _keep(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    *operands, ctx.softmax_scale, ctx.length = inputs
+    ctx.save_for_backward(*operands, *output)
+
+
+def _backward(ctx: Any, d_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    """``lse`` is a constant to it."""
+    with torch.no_grad():
+        return *_gradients_op(d_out, *ctx.saved_tensors, ctx.softmax_scale, ctx.length), None, None
+
+
+torch.library.register_autograd("mha2mla::causal_windows", _backward, setup_context=_keep, lib=LIBRARY)

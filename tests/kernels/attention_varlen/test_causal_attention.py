@@ -45,6 +45,12 @@ def test_op_has_sdpas_output_and_gradients(widths):
         assert torch.allclose(found, expected, rtol=1e-11, atol=1e-12)
 
 
+def test_op_is_one_graph_of_torch_compile():
+    operands = problem()
+    compiled = torch.compile(mine, fullgraph=True, dynamic=False, backend="aot_eager")
+    assert all(map(torch.equal, gradients(compiled, *operands), gradients(mine, *operands)))
+
+
 def test_op_takes_any_strides():
     q, k, v, weight = problem()
     turned = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v)]
