@@ -49,7 +49,8 @@ RATIOS = [0.75, 0.5, 0.3125]  # of the source's cache
 LENGTHS = [32, 64] if MODEL is None else [128, 512, 1024]
 TOKENS = 128 if MODEL is None else 2048  # of each text
 TEXTS = ["builtin:opticks", "builtin:stdlib"]
-CALIBRATION = {"calibration.tokens": 4096, "calibration.lengths": 1024}
+CALIBRATED, WINDOW = (1024, 256) if MODEL is None else (4096, 1024)  # tokens
+CALIBRATION = {"calibration.tokens": CALIBRATED, "calibration.lengths": WINDOW}
 
 workplace = tempfile.TemporaryDirectory(prefix="mha2mla-")  # removed when the kernel ends
 folder = Path(workplace.name)

@@ -136,10 +136,11 @@ def test_everything_a_call_launches_is_compiled_beforehand(monkeypatch):
     assert len(names) == 3
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_job_that_hangs_is_killed_and_the_others_run():
-    outcomes = list(run_in_workers(time.sleep, [0, 1000, 0.01], timeout=3))
+    outcomes = list(run_in_workers(time.sleep, [0, 1000, 0.01], timeout=2))
     assert [outcome.job for outcome in outcomes] == [0, 1000, 0.01]
-    assert [outcome.failure for outcome in outcomes] == [None, "hung: no answer within 3 s", None]
+    assert [outcome.failure for outcome in outcomes] == [None, "hung: no answer within 2 s", None]
 
 
 @pytest.mark.usefixtures("forked")
