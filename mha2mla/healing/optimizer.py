@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from mha2mla.healing.settings import Optimizer, Settings
 from mha2mla.healing.student import parameter_groups, sharded_as, whole
@@ -73,11 +74,10 @@ def orthogonal_direction(gradient: Tensor) -> Tensor:
 
 
 def _alike(weights: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Weights with a gradient in groups of one shape, each small enough to orthogonalise in one batch."""
+    """Weights in groups of one shape, each small enough to orthogonalise in one batch."""
     by_shape: dict[torch.Size, list[Tensor]] = {}
     for weight in weights:
-        if weight.grad is not None:
-            by_shape.setdefault(weight.shape, []).append(weight)
+        by_shape.setdefault(weight.shape, []).append(weight)
     for shape, same in by_shape.items():
         count = max(1, _AT_ONCE // shape.numel())
         yield from (same[start : start + count] for start in range(0, len(same), count))
@@ -106,47 +106,43 @@ class Orthogonal(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
-            if group["matrices"]:
-                for weights in _alike(group["params"]):
-                    for weight, direction in zip(weights, self._of_matrices(weights), strict=True):
-                        weight.sub_(direction, alpha=group["lr"])
-            else:
-                for weight in group["params"]:
-                    if weight.grad is not None:
-                        weight.sub_(self._of_elements(weight.grad, self.state[weight]), alpha=group["lr"])
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            if not group["matrices"]:
+                self._move_elements(weights, group["lr"])
+                continue
+            for alike in _alike(weights):
+                torch._foreach_add_(alike, self._of_matrices(alike), alpha=-group["lr"])
 
-    def _of_matrices(self, weights: list[Tensor]) -> Iterator[Tensor]:
+    def _of_matrices(self, weights: list[Tensor]) -> Sequence[Tensor]:
         """Directions of weights of one shape."""
         gradients = [weight.grad for weight in weights]
-        averages = [self._average(weight) for weight in weights]
+        (averages,), steps = self._states(weights, "average")
+        torch._foreach_add_(steps, 1)
         if self._muon:
-            pairs = zip(gradients, averages, strict=True)
-            gradients = [grad.lerp(average.lerp_(grad, 1 - MOMENTUM), MOMENTUM) for grad, average in pairs]
+            torch._foreach_lerp_(averages, gradients, 1 - MOMENTUM)
+            # No _foreach_lerp: sharded tensors have it in place alone.
+            gradients = torch._foreach_add(torch._foreach_mul(gradients, 1 - MOMENTUM), averages, alpha=MOMENTUM)
         made = orthogonal_direction(torch.stack([whole(each) for each in gradients]))
-        for weight, average, direction in zip(weights, averages, made, strict=True):
-            direction = sharded_as(weight.grad, direction)
-            if self._muon:
-                yield direction
-            else:
-                yield average.lerp_(direction, 1 - MOMENTUM) / (1 - MOMENTUM ** self.state[weight]["step"].item())
+        directions = [sharded_as(weight.grad, each) for weight, each in zip(weights, made, strict=True)]
+        if self._muon:
+            return directions
+        torch._foreach_lerp_(averages, directions, 1 - MOMENTUM)
+        return torch._foreach_div(averages, [1 - MOMENTUM ** step.item() for step in steps])
 
-    def _average(self, weight: Tensor) -> Tensor:
-        state = self.state[weight]
-        if not state:
-            state |= {"average": torch.zeros_like(weight.grad), "step": torch.zeros(())}
-        state["step"] += 1
-        return state["average"]
+    def _move_elements(self, weights: list[Tensor], rate: float) -> None:
+        moments, steps = self._states(weights, "first", "second")
+        gradients, (beta1, beta2) = [weight.grad for weight in weights], BETAS
+        options = {"amsgrad": False, "maximize": False, "weight_decay": 0.0, "eps": EPSILON}
+        adamw(weights, gradients, *moments, [], steps, lr=rate, beta1=beta1, beta2=beta2, **options)
 
-    @staticmethod
-    def _of_elements(gradient: Tensor, state: dict[str, Tensor]) -> Tensor:
-        if not state:
-            state |= {name: torch.zeros_like(gradient) for name in ("first", "second")} | {"step": torch.zeros(())}
-        state["step"] += 1
-        first, second = state["first"].lerp_(gradient, 1 - BETAS[0]), state["second"]
-        second.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
-        steps = state["step"].item()
-        size = (second / (1 - BETAS[1] ** steps)).sqrt_().add_(EPSILON)
-        return first / (1 - BETAS[0] ** steps) / size
+    def _states(self, weights: list[Tensor], *names: str) -> tuple[list[list[Tensor]], list[Tensor]]:
+        """States of the weights by name, zeros at first, and the steps that each has made, on the CPU."""
+        for weight in weights:
+            if not self.state[weight]:
+                zeros = {name: torch.zeros_like(weight.grad) for name in names}
+                self.state[weight] |= {**zeros, "step": torch.zeros(())}
+        states = [self.state[weight] for weight in weights]
+        return [[state[name] for state in states] for name in names], [state["step"] for state in states]
 
 
 def matrices_of(student: nn.Module) -> set[int]:

@@ -10,6 +10,7 @@ from mha2mla.kernels import (
     RowQuantizer,
     append_codes,
     attention_combine,
+    causal_attention,
     gqa_attention,
     mla_append,
     read_codes,
@@ -88,6 +89,11 @@ def mixed():
     gqa_attention(query, keys, values, gqa_plan(batch, keys, values), softmax_scale=SCALE)
 
 
+def windows():
+    q, k, v = (torch.randn(2, 6, 3, width, requires_grad=True) for width in (32, 32, 16))
+    causal_attention(q, k, v, softmax_scale=0.3).sum().backward()
+
+
 def appended():
     given = tensors(SHAPES[0])
     mla_append(**given)
@@ -122,7 +128,7 @@ def pointwise():
 CALLS = {
     **{f"{problem.op.name}-{i}": lambda problem=problem: decoded(problem) for i, problem in enumerate(DECODED)},
     **{f"prefill-{len(p.widths)}": lambda p=p: prefilled(p) for p in PREFILLED},
-    **{call.__name__: call for call in (mixed, appended, coded, pointwise)},
+    **{call.__name__: call for call in (mixed, windows, appended, coded, pointwise)},
 }
 
 
