@@ -15,7 +15,8 @@ import functools
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -217,6 +218,9 @@ class DecodeGraphs:
 
     Args:
         store: of the model, which may keep pages and recordings for a later ``generate``: ``is_kept``.
+
+    Attributes:
+        ahead: what launches steps of the ``generate`` that runs, or None.
     """
 
     def __init__(self, store: GraphStore, is_kept: bool) -> None:
@@ -229,8 +233,8 @@ class DecodeGraphs:
         self._addresses: list[int] = []
         self._seen: set[tuple] = set()
         self._graphs: dict[tuple, _Graph | None] = {}
-        self._coming: dict[str, Any] | None = None
         self._launched: _Launched | None = None
+        self.ahead: LaunchesAhead | None = None
 
     def __reduce__(self) -> tuple:
         return type(None), ()
@@ -290,15 +294,20 @@ class DecodeGraphs:
             return None
         return graph.logits.clone()
 
-    def expect(self, arguments: dict[str, Any]) -> None:
-        """Notes what ``generate`` will call ``forward`` with behind the token that it chooses next."""
-        self._coming = arguments
+    @contextmanager
+    def launching_ahead(self, model: PreTrainedModel, max_length: int | None) -> Iterator[LaunchesAhead]:
+        """Gives what launches steps of one ``generate``; at the end nothing is left of it."""
+        self.ahead = LaunchesAhead(model, self, max_length)
+        try:
+            yield self.ahead
+        finally:
+            self.ahead = None
+            self.settle()
 
-    def launch(self, model: PreTrainedModel, sequence: Tensor) -> None:
-        """Starts the step behind the last token of ``sequence`` [B, T], if it is recorded and all of its arguments are
-        known."""
-        arguments, self._coming = self._coming, None
-        if arguments is None or any(arguments[name] is not None for name in arguments.keys() - set(_STEP_ARGUMENTS)):
+    def launch(self, model: PreTrainedModel, sequence: Tensor, arguments: dict[str, Any]) -> None:
+        """Starts the step behind the last token of ``sequence`` [B, T], for which ``forward`` gets ``arguments``, if it
+        is recorded and they are all that a step may have."""
+        if any(arguments[name] is not None for name in arguments.keys() - set(_STEP_ARGUMENTS)):
             return
         cache, position_ids = arguments["past_key_values"], arguments.get("position_ids")
         if position_ids is None or sequence.device != position_ids.device:
@@ -326,8 +335,8 @@ class DecodeGraphs:
         return {**launched.arguments, **dict(zip(names, launched.inputs, strict=True)), "mla_captured": self}
 
     def settle(self) -> None:
-        """Takes a step back that was launched and not asked for, and forgets what comes."""
-        launched, self._launched, self._coming = self._launched, None, None
+        """Takes a step back that was launched and not asked for."""
+        launched, self._launched = self._launched, None
         if launched is not None:
             tokens = launched.inputs[0]
             self._recorder.wait(tokens.device)
@@ -430,10 +439,16 @@ class LaunchesAhead(StoppingCriteria):
 
     def __init__(self, model: PreTrainedModel, graphs: DecodeGraphs, max_length: int | None) -> None:
         self._model, self._graphs, self._max_length = model, graphs, max_length
+        self._arguments: dict[str, Any] | None = None
+
+    def expect(self, arguments: dict[str, Any]) -> None:
+        """Notes what ``forward`` will be called with behind the token that is chosen next."""
+        self._arguments = arguments
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        if self._max_length is None or input_ids.shape[1] < self._max_length:
-            self._graphs.launch(self._model, input_ids)
+        arguments, self._arguments = self._arguments, None
+        if arguments is not None and (self._max_length is None or input_ids.shape[1] < self._max_length):
+            self._graphs.launch(self._model, input_ids, arguments)
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 

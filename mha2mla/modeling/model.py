@@ -21,7 +21,7 @@ from mha2mla.modeling import modeling_mha2mla
 from mha2mla.modeling.attention import MLAAttention, refuse_gradients
 from mha2mla.modeling.batch import SequenceBatch
 from mha2mla.modeling.cache import LatentCache, check_mask
-from mha2mla.modeling.captured import DecodeGraphs, GraphStore, LaunchesAhead, explain_capture
+from mha2mla.modeling.captured import DecodeGraphs, GraphStore, explain_capture
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.decoder import FusedDecoder, run_base_model
 from mha2mla.modeling.modeling_mha2mla import is_padding_mask, is_recorded
@@ -106,11 +106,11 @@ class LatentGenerationMixin(GenerationMixin):
         return inputs if captured is None else {**inputs, "mla_captured": captured}
 
     def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """transformers' arguments of the next step, of which the cache's captured steps are told."""
+        """transformers' arguments of the next step, of which what launches it is told."""
         arguments = super()._update_model_kwargs_for_generation(*args, **kwargs)
         captured = getattr(arguments.get("past_key_values"), "captured", None)
-        if captured is not None:
-            captured.expect(arguments)
+        if captured is not None and captured.ahead is not None:
+            captured.ahead.expect(arguments)
         return arguments
 
     def _sample(self, input_ids: Tensor, *, stopping_criteria: StoppingCriteriaList, **kwargs: Any) -> Any:
@@ -118,13 +118,10 @@ class LatentGenerationMixin(GenerationMixin):
         captured = getattr(kwargs.get("past_key_values"), "captured", None)
         if captured is None:
             return super()._sample(input_ids, stopping_criteria=stopping_criteria, **kwargs)
-        # The last of them: what the others do to the model comes before the launch.
-        ahead = LaunchesAhead(self, captured, stopping_criteria.max_length)
-        try:
+        with captured.launching_ahead(self, stopping_criteria.max_length) as ahead:
+            # The last of them: what the others do to the model comes before the launch.
             criteria = StoppingCriteriaList([*stopping_criteria, ahead])
             return super()._sample(input_ids, stopping_criteria=criteria, **kwargs)
-        finally:
-            captured.settle()
 
     def create_masks_for_generate(
         self,

@@ -240,6 +240,19 @@ def test_pages_and_recordings_are_used_again(recorded):
     assert len(recorded) == 4
 
 
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "ends"])
+def test_a_cache_goes_with_who_holds_it(mode):
+    """In every mode, without a garbage collection, so that the next call finds its pages free."""
+    model, inputs = captured_model(**LARGE), padded(9, 4)
+    gc.collect()
+    gc.disable()
+    try:
+        generate(model, inputs, **MODES[mode])
+        assert model.graph_store._kept._owner() is None
+    finally:
+        gc.enable()
+
+
 def test_large_caches_are_not_kept(recorded):
     model, inputs = captured_model(num_hidden_layers=1), padded(*[4] * 60)
     for count in (1, 2):
@@ -454,7 +467,7 @@ def test_steps_are_launched_before_the_host_asks_whether_to_go_on(monkeypatch, l
     out = generate(model, inputs)
     assert torch.equal(out.sequences, expected) and len(waits) == 11
     assert order == [*["asked"] * 3, *["launched", "asked", "waited"] * 11, "asked"]
-    assert out.past_key_values.captured._launched is out.past_key_values.captured._coming is None
+    assert out.past_key_values.captured._launched is out.past_key_values.captured.ahead is None
 
 
 @pytest.mark.parametrize("case", LAYOUTS)

@@ -169,7 +169,6 @@ import warnings
 import torch
 from tests.modeling import models
 from tests.modeling.test_gpu import batch, make
-from tests.ops import noted
 
 class Reads(torch.nn.Module):
     def forward(self, x):
