@@ -107,18 +107,15 @@ def repeatable_attention(
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     repeats = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, repeats), repeat_kv(value, repeats)
-    if attention_mask is None and _has_kernels(dtype, query.device, *_sizes(query, key, value)):
+    sizes = query.shape[2], key.shape[2], query.shape[1], query.shape[3], value.shape[3]
+    if attention_mask is None and _has_kernels(dtype, query.device, *sizes):
         return window_attention(query, key, value, scaling), None
     return deterministic_sdpa(query, key, value, attention_mask, scaling), None
 
 
-def _sizes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[int, int, int, int, int]:
-    return query.shape[2], key.shape[2], query.shape[1], query.shape[3], value.shape[3]
-
-
 @torch.compiler.assume_constant_result
 def _has_kernels(dtype: torch.dtype, device: torch.device, *sizes: int) -> bool:
-    """True where 16-bit causal windows have kernels; warns why not. ``sizes``: those of :func:`_sizes`."""
+    """True where 16-bit causal windows have kernels; warns why not. ``sizes``: of ``explain_window_attention``."""
     if dtype not in (torch.bfloat16, torch.float16):
         return False
     why = explain_window_attention(dtype, device, *sizes)

@@ -102,14 +102,14 @@ def gradients_reference(
 def _windows(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, length: int) -> tuple[Tensor, Tensor]:
     """Output [T, H, d_v] and log-sum-exps [H, T] of q, k [T, H, d_qk] and v [T, H, d_v], windows of ``length``."""
     bounds = torch.arange(0, q.shape[0] + 1, length, dtype=torch.int32, device=q.device)
-    return attention_varlen(
-        q, k, v, bounds, bounds, length, softmax_scale=softmax_scale, causal=True, return_lse=True
-    )  # fmt: skip
+    options = {"softmax_scale": softmax_scale, "causal": True, "return_lse": True}
+    return attention_varlen(q, k, v, bounds, bounds, length, **options)
 
 
 def _window_gradients(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, softmax_scale: float, length: int
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, from that of the output."""
     d_out = d_out.contiguous()
     delta = (d_out.to(lse.dtype) * out).sum(-1).T.contiguous()  # [H, T]
     operands = (q, k, v, d_out, lse, delta, softmax_scale, length)
