@@ -28,6 +28,12 @@ from mha2mla.kernels.split_kv.choice import HOPPER
 from mha2mla.kernels.split_kv.device import LOG2E
 
 ROWS = 128  # of a tile that a CTA owns: 64 for each of two warpgroups
+KEYS_AT_ONCE = 64  # of a tile that a CTA of queries walks over: shared memory holds no more at d_qk + d_v = 384
+# Registers of a thread that loads and of one that computes in a CTA of keys, 168 on average, with which ptxas spills
+# nothing: addresses of tiles cut in three need 56, and where sums and scores fill a warpgroup, by d_qk + d_v, it needs
+# more than 224.
+REGISTERS = (56, 224)
+FULL_REGISTERS = {256: (32, 240), 320: (40, 232), 384: (32, 240)}
 STAGES = 2  # tiles of the others that are in flight
 
 
@@ -45,9 +51,9 @@ class GradientShape:
     widths: tuple[int, int]
     dtype: str
 
-    def block(self) -> int:
-        """Rows of a tile that is walked over: what the registers of a thread hold beside the accumulators."""
-        return 64 if sum(self.widths) <= 192 else 32
+    def queries_at_once(self) -> int:
+        """Queries of a tile that a CTA of keys walks over: what registers hold beside the sums of dK and dV."""
+        return next(block for most, block in ((256, 64), (320, 32), (384, 16)) if sum(self.widths) <= most)
 
 
 def make_gradients(name: str, shape: GradientShape, outputs: dict[str, int], body):
@@ -129,14 +135,15 @@ def store(machine, tile, target, first, head):
 
 def make_key_gradients(shape: GradientShape, *, rows: int = ROWS, machine: Machine = GPU):
     """A TileLang function ``key_gradients`` for one static shape; ``length`` is a multiple of ``rows``."""
-    (d, d_v), block = shape.widths, min(shape.block(), rows)
+    (d, d_v), block = shape.widths, min(shape.queries_at_once(), rows)
+    loads, computes = FULL_REGISTERS.get(d + d_v, REGISTERS)
 
     @T.macro
     def body(call):
         with launch_grid(machine, shape, rows, call) as (x, h, window):
-            if not machine.on_cpu:  # addresses of wide tiles need more than 24; 384 threads have 168 each together
-                T.annotate_producer_reg_dealloc(40)
-                T.annotate_consumer_reg_alloc(232)
+            if not machine.on_cpu:
+                T.annotate_producer_reg_dealloc(loads)
+                T.annotate_consumer_reg_alloc(computes)
             k_tile = machine.alloc_shared([rows, d], shape.dtype)
             v_tile = machine.alloc_shared([rows, d_v], shape.dtype)
             q_tile = machine.alloc_shared([block, d], shape.dtype)
@@ -180,7 +187,7 @@ def make_key_gradients(shape: GradientShape, *, rows: int = ROWS, machine: Machi
 
 def make_query_gradients(shape: GradientShape, *, rows: int = ROWS, machine: Machine = GPU):
     """A TileLang function ``query_gradients``, likewise."""
-    (d, d_v), block = shape.widths, min(shape.block(), rows)
+    (d, d_v), block = shape.widths, min(KEYS_AT_ONCE, rows)
 
     @T.macro
     def body(call):

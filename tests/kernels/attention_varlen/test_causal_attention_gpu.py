@@ -23,6 +23,9 @@ pytestmark = pytest.mark.gpu
         (2, 640, 9, (104, 64)),
         (1, 1024, 4, (64, 64)),
         (1, 1024, 4, (128, 128)),
+        (1, 512, 2, (160, 64)),
+        (1, 1024, 4, (192, 128)),
+        (2, 384, 3, (256, 128)),
     ],
 )
 def test_gradients_are_as_exact_as_flash_attentions(windows, length, heads, widths):
