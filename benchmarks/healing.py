@@ -2,7 +2,6 @@
 
     python benchmarks/healing.py study --work /tmp/heal --minutes 8 --json /tmp/log/healing.json
     python benchmarks/healing.py study --work /tmp/heal --arms 0.1875:all:1e-4:20e6 0.125x3:best:best:5e6
-    python benchmarks/healing.py table benchmarks/results/h200-healing-bits.json
     python benchmarks/healing.py speed llama-3-8b --json healing-speed.json
     python benchmarks/healing.py first-step path/to/llama path/to/llama-mla --train all
 
@@ -25,9 +24,9 @@ import logging
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from json import dumps, loads
+from json import dumps
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -69,7 +68,6 @@ ARMS = (
 )
 COLUMNS = ("name", "bytes", "train", "rate", "tokens", "seconds", "tokens_per_second", "flop_share", "kl_held_out")
 _BITS = 16
-_TRAINED = {"attention": "attention", "all": "all weights", "lora": "LoRA of attention"}
 OWN_SHARE = 0.1
 RANDOM_BLOCKS = 20  # of random tokens, used again and again
 
@@ -422,43 +420,6 @@ def first_step(
     return table.show("KL on held-out windows after one step", ("train", "rate", "held_out_kl", "change"))
 
 
-def ratios(row: dict[str, Any]) -> str:
-    """Perplexity ratio of the worst text, by window."""
-    return " / ".join(f"{value:.3f}" for key, value in row.items() if key.startswith("ratio "))
-
-
-def lines(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """A line of the table for each conversion of which an arm finished, the most bytes first."""
-    before = {row["name"].removesuffix(" converted"): row for row in rows if row["name"].endswith(" converted")}
-    found = []
-    for conversion, old in before.items():
-        arms = [row for row in rows if row.get("conversion") == conversion and "kl_held_out" in row]
-        if not arms:
-            continue
-        new = min(arms, key=lambda row: row["kl_held_out"])
-        what = f"{_TRAINED[new['train']]}, {new['rate']:.0e}, {new['tokens'] / 1e6:.1f}M tokens"
-        kl = f"{new['kl_held_out_before']:.3f} → {new['kl_held_out']:.3f}"
-        bits = conversion.partition("x")[2] or "16"
-        cells = [f"{old['bytes']:.4g}, {bits} bits", ratios(old), ratios(new), kl, what, f"{new['seconds']:.0f} s"]
-        found.append((old["bytes"], f"| {' | '.join(cells)} |"))
-    return [line for _, line in sorted(found, reverse=True)]
-
-
-def table(files: list[str]) -> bool:
-    """Prints the table of docs/healing.md, "How far to compress": of each conversion the arm with the smallest loss on
-    held-out windows of the training text; the texts that are compared choose nothing.
-
-    Args:
-        files: of ``study``.
-    """
-    for file in files:
-        values = loads(Path(file).read_text(encoding="utf-8"))
-        windows = " / ".join(f"{length:,}" for length in values["compared"]["lengths"])
-        print(f"| bytes kept | before, {windows} | after | held-out KL | trained | time |", "|---" * 6 + "|", sep="\n")
-        print(*lines(values["rows"]), sep="\n")
-    return True
-
-
 if __name__ == "__main__":
     torch.set_float32_matmul_precision("highest")
-    sys.exit(command(study, speed, first_step, table, cpu=True))
+    sys.exit(command(study, speed, first_step, cpu=True))
