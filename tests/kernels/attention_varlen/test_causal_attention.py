@@ -114,6 +114,16 @@ def test_kernels_fit_a_hopper(widths):
         assert report.instructions is None or {"HGMMA", "UTMALDG"} <= set(report.instructions), report.instructions
 
 
+def test_warpgroups_ask_for_the_registers_that_they_have():
+    """More would wait for ever. Three warpgroups start with what a multiprocessor has for 384 threads, in eights."""
+    pytest.importorskip("tilelang", reason="TileLang is not installed")
+    from mha2mla.kernels.attention_varlen import gradients as kernels
+
+    started = 65536 // (3 * 128) // 8 * 8
+    for loads, computes in (kernels.REGISTERS, *kernels.FULL_REGISTERS.values()):
+        assert loads + 2 * computes <= 3 * started
+
+
 def test_second_derivatives_are_refused_and_nothing_is_something():
     q, k, v, _ = problem()
     (once,) = torch.autograd.grad(mine(q, k, v).sum(), q, create_graph=True)
