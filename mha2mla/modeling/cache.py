@@ -358,8 +358,19 @@ class LatentCache(Cache):
                 if not layer.is_initialized:
                     layer.open(batch_size, 0, dtype, device)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of copies and pickles."""
+        self._settle()
+        return self.__dict__
+
+    def _settle(self) -> None:
+        """Takes back a step that runs ahead of the tokens held, if there is one."""
+        if self.captured is not None:
+            self.captured.settle()
+
     def reset(self) -> None:
         """Forgets all tokens and keeps the pages."""
+        self._settle()
         for lengths in self._lengths():
             torch._foreach_zero_(lengths)
         for layer in self.layers:
@@ -373,6 +384,7 @@ class LatentCache(Cache):
             ValueError: a positive number, or more tokens than there are. (How many a static cache holds is known to its
                 device alone; on a GPU the device asserts it, in its stream.)
         """
+        self._settle()
         tokens_to_remove = int(tokens_to_remove)  # assisted decoding gives a tensor, which no step may have to wait for
         if tokens_to_remove > 0:
             raise ValueError(
@@ -394,6 +406,7 @@ class LatentCache(Cache):
         Raises:
             ValueError: ``beam_idx`` has another shape.
         """
+        self._settle()
         if self.is_empty:
             return
         if beam_idx.shape != (self.batch_size,):
@@ -420,6 +433,7 @@ class LatentCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps sequences ``indices``, in that order; repetitions allowed. [N] integers, or [B] booleans."""
+        self._settle()
         if not self.is_initialized:
             return
         for layer, pages in [(layer, layer.selected(indices)) for layer in self.layers]:

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -56,9 +57,11 @@ class Recorder(Protocol):
 
 
 @functools.cache
-def _stream(device: torch.device, thread: int) -> torch.cuda.Stream:
-    """One for all recordings of a thread: cuBLAS keeps a workspace for every stream that it ever saw."""
-    return torch.cuda.Stream(device)
+def _lane(device: torch.device) -> tuple[torch.cuda.Stream, threading.RLock]:
+    """The stream of a device on which all recordings are made and replayed, and the right to use it. cuBLAS keeps a
+    workspace for every stream: recordings of one that ran at once would write into each other's, and what a thread
+    launches while another one records would be recorded."""
+    return torch.cuda.Stream(device), threading.RLock()
 
 
 class CudaGraphs:
@@ -68,6 +71,7 @@ class CudaGraphs:
 
     def __init__(self) -> None:
         self._pool: Any = None
+        self._done: torch.cuda.Event | None = None  # behind the last launch
 
     def explain(self, cache: LatentCache) -> str | None:
         """References read tensors on the host."""
@@ -78,9 +82,10 @@ class CudaGraphs:
         self, step: Callable[[], Tensor], undo: Callable[[], None], device: torch.device
     ) -> tuple[Tensor, Callable[[], None]]:
         """Records a CUDA graph; waits for the device, once."""
-        stream, graph = _stream(device, threading.get_ident()), torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+        (stream, lane), current = _lane(device), torch.cuda.current_stream(device)
+        graph = torch.cuda.CUDAGraph()
+        with lane, torch.cuda.stream(stream):
+            stream.wait_stream(current)
             step()
             undo()
             generator = torch.cuda.default_generators[device.index or 0]
@@ -93,18 +98,20 @@ class CudaGraphs:
                 # A capture that fails leaves the generator to wait for its end, and every later sample would fail.
                 generator.graphsafe_set_state(state)
                 raise
-        torch.cuda.current_stream(device).wait_stream(stream)
+        current.wait_stream(stream)
         self._pool = graph.pool()
         return result, graph.replay
 
     def launch(self, replay: Callable[[], None], device: torch.device) -> None:
-        stream = _stream(device, threading.get_ident())
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+        (stream, lane), current = _lane(device), torch.cuda.current_stream(device)
+        with lane, torch.cuda.stream(stream):
+            stream.wait_stream(current)
             replay()
+            self._done = stream.record_event()
 
     def wait(self, device: torch.device) -> None:
-        torch.cuda.current_stream(device).wait_stream(_stream(device, threading.get_ident()))
+        if self._done is not None:
+            torch.cuda.current_stream(device).wait_event(self._done)
 
 
 def fingerprint(model: PreTrainedModel) -> tuple:
@@ -209,6 +216,10 @@ class _Launched(NamedTuple):
     arguments: dict[str, Any]
     inputs: tuple
 
+    def ran_with(self, *asked: Any) -> bool:
+        """True for the very inputs and the ``logits_to_keep`` that ``forward`` is asked with."""
+        return all(map(is_, asked, (*self.inputs, self.arguments.get("logits_to_keep", 0))))
+
 
 class DecodeGraphs:
     """Recorded decode steps over the pages of one cache, by shapes and settings.
@@ -258,7 +269,7 @@ class DecodeGraphs:
             model: whose ``forward`` is asked, with the other arguments.
         """
         launched, inputs = self._launched, (input_ids, position_ids, attention_mask)
-        if launched is not None and input_ids is launched.inputs[0]:
+        if launched is not None and launched.ran_with(*inputs, logits_to_keep):
             self._launched = None
             self._recorder.wait(input_ids.device)
             return self._logits_of(launched.graph, cache, input_ids.shape[1])
@@ -280,7 +291,8 @@ class DecodeGraphs:
         if (graph := self._graphs[key]) is None:
             return None
         graph.buffers.load(*inputs)
-        graph.replay()
+        self._recorder.launch(graph.replay, input_ids.device)
+        self._recorder.wait(input_ids.device)
         return self._logits_of(graph, cache, input_ids.shape[1])
 
     def _logits_of(self, graph: _Graph, cache: LatentCache, query_length: int) -> Tensor | None:
@@ -341,6 +353,7 @@ class DecodeGraphs:
             tokens = launched.inputs[0]
             self._recorder.wait(tokens.device)
             launched.pages.crop(-tokens.shape[1])
+            self._recorder.launch(lambda: None, tokens.device)  # whoever gets the pages next waits for this
 
     @staticmethod
     def _key(
@@ -427,6 +440,7 @@ class DecodeGraphs:
             return None
         if pages.constants != config.attention_constants():
             return None
+        self._recorder.wait(first.device)
         cache = pages.sharing_pages(static=False)
         cache.reset()
         cache.captured, self._owner = self, weakref.ref(cache)
@@ -467,6 +481,7 @@ class GraphStore:
         self.failure: str | None = None
         self._kept: DecodeGraphs | None = None
         self._most_bytes = 0
+        self._claim = threading.Lock()  # of what is kept: calls in two threads must not get the same pages
 
     def __reduce__(self) -> tuple:
         return type(self), (self.new_recorder,)
@@ -485,6 +500,8 @@ class GraphStore:
         """For a later ``generate``, if pages of ``nbytes`` take no more memory than the model does."""
         if nbytes <= self._most_bytes:
             self._kept = steps
+        elif self._kept is steps:  # its pages have grown
+            self._kept = None
 
     def new_cache(
         self, model: PreTrainedModel, config: MHA2MLAConfig, rows: int, prompt: int, longest: int
@@ -496,7 +513,8 @@ class GraphStore:
         """
         room = -(-min(longest, prompt + _ROOM_FOR_ANSWER) // _CAPACITY_STEP) * _CAPACITY_STEP
         keys = (rows, room, fingerprint(model), config)
-        cache = None if self._kept is None else self._kept.new_cache(*keys)
+        with self._claim:
+            cache = None if self._kept is None else self._kept.new_cache(*keys)
         if cache is None:
             self._kept = None  # before new pages are allocated
             self._most_bytes = sum(parameter.nbytes for parameter in model.parameters())

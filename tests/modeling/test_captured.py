@@ -3,7 +3,10 @@
 import copy
 import gc
 import pickle
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -458,6 +461,7 @@ def test_inference_mode_and_no_grad_share_recordings(recorded):
 @pytest.mark.parametrize("lengths", [(9,), (9, 4)])
 def test_steps_are_launched_before_the_host_asks_whether_to_go_on(monkeypatch, lengths):
     """All but the first, which is not recorded, and the second, which is recorded first; none behind the last token."""
+    recorded_first = ["launched", "waited"]
     model, inputs = captured_model(), padded(*lengths)
     expected = generate(model, inputs, capture=False).sequences
     order = []
@@ -465,8 +469,8 @@ def test_steps_are_launched_before_the_host_asks_whether_to_go_on(monkeypatch, l
     noted(monkeypatch, GenerationMixin, "_has_unfinished_sequences", lambda *_, **__: order.append("asked"))
     waits = noted(monkeypatch, Tape, "wait", lambda *_: order.append("waited"))
     out = generate(model, inputs)
-    assert torch.equal(out.sequences, expected) and len(waits) == 11
-    assert order == [*["asked"] * 3, *["launched", "asked", "waited"] * 11, "asked"]
+    assert torch.equal(out.sequences, expected) and len(waits) == 12
+    assert order == [*["asked"] * 3, *recorded_first, *["launched", "asked", "waited"] * 11, "asked"]
     assert out.past_key_values.captured._launched is out.past_key_values.captured.ahead is None
 
 
@@ -512,6 +516,80 @@ def test_a_launched_step_is_taken_back_before_another_call(monkeypatch):
         found.append((out.sequences, *logits))
     assert torch.equal(found[0][0], found[1][0])
     assert models.relative_error(found[1][1], found[0][1]) < models.TOLERANCE
+
+
+def test_a_launched_step_that_ran_with_other_inputs_is_taken_back():
+    """A hook on the model may change what ``prepare_inputs_for_generation`` gave; and all else is the same."""
+    model, inputs = captured_model(), padded(9, 4)
+
+    def later(module, _, arguments):
+        is_step = arguments["input_ids"] is not None and arguments["input_ids"].shape[1] == 1
+        return (), {**arguments, "position_ids": arguments["position_ids"] + 40} if is_step else arguments
+
+    model.register_forward_pre_hook(later, with_kwargs=True)
+    expected, out = (generate(model, inputs, capture=capture, output_logits=True) for capture in (False, True))
+    assert torch.equal(out.sequences, expected.sequences) and recordings(out) == 1
+    errors = [models.relative_error(*pair) for pair in zip(out.logits, expected.logits, strict=True)]
+    assert max(errors) < models.TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda cache: cache.crop(-3),
+        lambda cache: cache.reset(),
+        lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+        copy.deepcopy,
+        lambda cache: pickle.loads(pickle.dumps(cache)),
+    ],
+    ids=["crop", "reset", "reorder", "copy", "pickle"],
+)
+def test_a_cache_that_a_streamer_changes_has_no_launched_step(change):
+    model, inputs, found = captured_model(), padded(9, 9), []
+    for capture in (False, True):
+        cache, made = LatentCache(model.config), []
+
+        def looks(tokens, cache=cache, made=made):
+            if cache.get_seq_length() == 15 and not made:
+                made.append(change(cache) or cache)
+                lengths = [int(layer.cache_seqlens[0]) for layer in made[0].layers]
+                assert lengths == [made[0].get_seq_length()] * 2
+
+        options = {"streamer": SimpleNamespace(put=looks, end=lambda: None), "capture": capture}
+        out = generate(model, inputs, past_key_values=cache, output_logits=True, **options)
+        latents = [layer.used()[0].clone() for layer in made[0].layers]
+        found.append((out.sequences, torch.stack(out.logits), *latents))
+    for expected, mine in zip(*found, strict=True):
+        assert expected.shape == mine.shape and models.relative_error(mine, expected) < models.TOLERANCE
+
+
+def test_two_threads_do_not_get_the_same_pages(monkeypatch):
+    model, both = captured_model(**LARGE), threading.Barrier(2)
+    generate(model, padded(9))
+    share = LatentCache.sharing_pages
+
+    def shared(cache, static):
+        if not static:
+            with suppress(threading.BrokenBarrierError):
+                both.wait(0.2)  # for the other thread to come here, too
+        return share(cache, static=static)
+
+    monkeypatch.setattr(LatentCache, "sharing_pages", shared)
+    call = (model, model.config, 1, 9, 23)
+    with ThreadPoolExecutor(2) as threads:
+        caches = [each.result() for each in [threads.submit(model.graph_store.new_cache, *call) for _ in range(2)]]
+    assert sum(cache.is_initialized for cache in caches) == 1
+
+
+def test_pages_that_outgrow_the_model_are_not_kept(monkeypatch):
+    monkeypatch.setattr(captured, "_ROOM_FOR_ANSWER", 16)
+    monkeypatch.setattr(captured, "_CAPACITY_STEP", 16)
+    model = captured_model(vocab_size=256, num_hidden_layers=1)
+    generate(model, padded(*[9] * 4))
+    assert model.graph_store._kept is not None
+    out = generate(model, padded(*[9] * 4), max_new_tokens=480)
+    assert out.past_key_values.nbytes > sum(parameter.nbytes for parameter in model.parameters())
+    assert model.graph_store._kept is None
 
 
 def test_kernels_are_compiled_before_the_first_token(monkeypatch):
