@@ -514,7 +514,8 @@ class GraphStore:
         room = -(-min(longest, prompt + _ROOM_FOR_ANSWER) // _CAPACITY_STEP) * _CAPACITY_STEP
         keys = (rows, room, fingerprint(model), config)
         with self._claim:
-            cache = None if self._kept is None else self._kept.new_cache(*keys)
+            kept = self._kept  # which another call may give up
+            cache = None if kept is None else kept.new_cache(*keys)
         if cache is None:
             self._kept = None  # before new pages are allocated
             self._most_bytes = sum(parameter.nbytes for parameter in model.parameters())

@@ -585,9 +585,9 @@ def test_pages_that_outgrow_the_model_are_not_kept(monkeypatch):
     monkeypatch.setattr(captured, "_ROOM_FOR_ANSWER", 16)
     monkeypatch.setattr(captured, "_CAPACITY_STEP", 16)
     model = captured_model(vocab_size=256, num_hidden_layers=1)
-    generate(model, padded(*[9] * 4))
+    generate(model, padded(*[9] * 20))
     assert model.graph_store._kept is not None
-    out = generate(model, padded(*[9] * 4), max_new_tokens=480)
+    out = generate(model, padded(*[9] * 20), max_new_tokens=70)
     assert out.past_key_values.nbytes > sum(parameter.nbytes for parameter in model.parameters())
     assert model.graph_store._kept is None
 
