@@ -101,7 +101,12 @@ def test_kernels_on_the_cpu_target_are_the_reference():
         assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
 
 
-@few("widths", [(160, 64), (192, 64), (192, 128), (256, 96), (256, 128)], count=1, ids=str)
+@few(
+    "widths",
+    [(192, 64), (128, 64), (128, 128), (64, 64), (160, 64), (192, 128), (256, 96), (256, 128)],
+    count=1,
+    ids=str,
+)
 def test_kernels_fit_a_hopper(widths):
     """No spills, no serialised wgmma, loads by TMA."""
     pytest.importorskip("tilelang", reason="TileLang is not installed")
