@@ -27,7 +27,8 @@ SPILL_LIMIT = 16  # bytes; more costs more than it hides
 @dataclass(frozen=True)
 class GateReport:
     """Compiler's figures of a kernel: registers a thread, spilled bytes, shared memory bytes a block, instructions; and
-    how many temporaries its source reinterprets more than once.
+    what its source does: temporaries reinterpreted more than once, and shared buffers to which TMA copies a tile that
+    may start elsewhere than at a multiple of 128 bytes.
     """
 
     name: str
@@ -37,6 +38,7 @@ class GateReport:
     serialized_wgmma: bool
     instructions: dict[str, int] | None
     reused_words: int = 0
+    misaligned_loads: str = ""
 
     def complaints(self, shared_limit: int) -> list[str]:
         """Reasons to refuse the kernel; empty when it is fit to run. Instruction checks need a disassembler."""
@@ -49,6 +51,8 @@ class GateReport:
             found.append("ptxas serialised wgmma")
         if self.reused_words:  # TileLang names them by their text: behind a write of the word they hold its old bits
             found.append(f"{self.reused_words} temporaries are reinterpreted more than once; expected a word for each")
+        if self.misaligned_loads:  # the device stops with a misaligned address
+            found.append(f"loads by TMA to {self.misaligned_loads} do not start at multiples of 128 bytes")
         return found
 
 
@@ -132,6 +136,7 @@ def _compile(function, arch: str, pass_configs: dict) -> list[GateReport]:
                 serialized_wgmma="wgmma" in done.stderr and "serializ" in done.stderr,
                 instructions=counts.get(name) if counts is not None else None,
                 reused_words=_count_reused_words(artifact.kernel_source),
+                misaligned_loads=_find_misaligned_loads(artifact.kernel_source),
             )
         )
     return reports
@@ -141,6 +146,23 @@ def _count_reused_words(source: str) -> int:
     """Temporaries ``v__N`` of CUDA source that ``*(T *)(&(v__N))`` reinterprets more than once."""
     uses = Counter(re.findall(r"\*\(\w+ \*\)\(&\((\w+)\)\)", source))
     return sum(count > 1 for count in uses.values())
+
+
+_BYTES = {"bfloat16_t": 2, "half_t": 2, "float": 4, "int": 4}  # others: one
+
+
+def _find_misaligned_loads(source: str) -> str:
+    """Buffers to which ``tl::tma_load`` by a descriptor writes at an index with a step that is no multiple of 128
+    bytes, or that lie there themselves."""
+    bases = {name: int(at) for name, at in re.findall(r"void\* (\w+) = .*buf_dyn_shmem \+ (\d+)", source)}
+    loads = re.findall(r"tl::tma_load(?:<[^>]*>)?\(\w+_desc.*?\(&\(\(\((\w+)\*\)(\w+)\)\[(.*?)\]\)\)", source)
+    found = {
+        name
+        for dtype, name, index in loads
+        if bases.get(name, 0) % 128
+        or any(int(step) * _BYTES.get(dtype, 1) % 128 for step in re.findall(r"\* (\d+)\)", index))
+    }
+    return ", ".join(sorted(found))
 
 
 def _dynamic_shared(artifact, name: str) -> int:

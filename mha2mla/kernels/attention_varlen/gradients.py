@@ -35,6 +35,7 @@ KEYS_AT_ONCE = 64  # of a tile that a CTA of queries walks over: shared memory h
 REGISTERS = (56, 224)
 FULL_REGISTERS = {320: (40, 232), 384: (24, 240)}
 STAGES = 2  # tiles of the others that are in flight
+APART = 32  # float32 rows, 128 bytes: a load by TMA starts at a multiple, so each stage of fewer rows has as many
 
 
 @dataclass(frozen=True)
@@ -93,13 +94,12 @@ def load(machine, source, first, head, tile):
 
 
 @T.macro
-def load_rows(machine, source, first, head, tile):
-    rows = int(tile.shape[0])
+def load_rows(machine, source, first, head, tile, rows):
     if machine.on_cpu:
         for i in T.serial(rows):
             tile[i] = source[head, first + i]
     else:
-        T.copy(source[head, first : first + rows], tile)
+        T.copy(source[head, first : first + rows], tile[0:rows])
 
 
 @T.macro
@@ -148,8 +148,8 @@ def make_key_gradients(shape: GradientShape, *, rows: int = ROWS, machine: Machi
             v_tile = machine.alloc_shared([rows, d_v], shape.dtype)
             q_tile = machine.alloc_shared([block, d], shape.dtype)
             d_out_tile = machine.alloc_shared([block, d_v], shape.dtype)
-            lse_tile = machine.alloc_shared([block], T.float32)
-            delta_tile = machine.alloc_shared([block], T.float32)
+            lse_tile = machine.alloc_shared([max(block, APART)], T.float32)
+            delta_tile = machine.alloc_shared([max(block, APART)], T.float32)
             # Transposed, [keys, queries]: as they are they multiply dO and Q from registers.
             s = machine.alloc_fragment([rows, block], T.float32)
             ds = machine.alloc_fragment([rows, block], T.float32)
@@ -166,8 +166,8 @@ def make_key_gradients(shape: GradientShape, *, rows: int = ROWS, machine: Machi
             for m in walk(machine, key0 // block, call.length // block):
                 load(machine, call.q, first + m * block, h, q_tile)
                 load(machine, call.d_out, first + m * block, h, d_out_tile)
-                load_rows(machine, call.lse, first + m * block, h, lse_tile)
-                load_rows(machine, call.delta, first + m * block, h, delta_tile)
+                load_rows(machine, call.lse, first + m * block, h, lse_tile, block)
+                load_rows(machine, call.delta, first + m * block, h, delta_tile, block)
                 find_weights(
                     machine, s, ds, (k_tile, v_tile), (q_tile, d_out_tile),
                     lambda i, j, m=m: key0 + i <= m * block + j, lambda i, j: lse_tile[j], call.softmax_scale,
@@ -206,8 +206,8 @@ def make_query_gradients(shape: GradientShape, *, rows: int = ROWS, machine: Mac
             query0, first = (T.truncdiv(call.length, rows) - 1 - x) * rows, window * call.length
             load(machine, call.q, first + query0, h, q_tile)
             load(machine, call.d_out, first + query0, h, d_out_tile)
-            load_rows(machine, call.lse, first + query0, h, lse_tile)
-            load_rows(machine, call.delta, first + query0, h, delta_tile)
+            load_rows(machine, call.lse, first + query0, h, lse_tile, rows)
+            load_rows(machine, call.delta, first + query0, h, delta_tile, rows)
             T.fill(dq_sum, 0)
             for n in walk(machine, 0, (query0 + rows) // block):
                 load(machine, call.k, first + n * block, h, k_tile)
