@@ -113,7 +113,7 @@ AUTO_LOSSES: Mapping[str, Mapping[float, str]] = MappingProxyType(
 HEALED_LOSSES: Mapping[str, Mapping[tuple[int | str, float], str]] = MappingProxyType(
     {
         "SmolLM2-135M-Instruct": {
-            (16, 0.5): "1.009 / 1.022", (16, 0.3125): "1.049 / 1.062", (16, 0.1875): "1.101 / 1.115",
+            (16, 0.5): "1.006 / 1.017", (16, 0.3125): "1.031 / 1.046", (16, 0.1875): "1.101 / 1.115",
             ("auto", 0.125): "1.016 / 1.031", ("auto", 0.0625): "1.086 / 1.125",
         },
         "Qwen2.5-Coder-0.5B-Instruct": {("auto", 0.125): "1.066 / 1.080"},
