@@ -1,6 +1,6 @@
 """Decode ops on a GPU: speeds of MLA and GQA beside other implementations and other caches; host time.
 
-    python benchmarks/decode.py speed --json benchmarks/results/h200-decode-speed.json
+    python benchmarks/decode.py speed --json benchmarks/results/h200-decode-table.json
     python benchmarks/decode.py speed --only "H128"        # shapes.py has the names
     python benchmarks/decode.py gqa        # beside FlashAttention-3 on the same pages
     python benchmarks/decode.py latent     # the latent alone, beside stored rotary keys of as many bytes
