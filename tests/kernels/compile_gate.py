@@ -155,13 +155,14 @@ def _find_misaligned_loads(source: str) -> str:
     """Buffers to which ``tl::tma_load`` by a descriptor writes at an index with a step that is no multiple of 128
     bytes, or that lie there themselves."""
     bases = {name: int(at) for name, at in re.findall(r"void\* (\w+) = .*buf_dyn_shmem \+ (\d+)", source)}
-    loads = re.findall(r"tl::tma_load(?:<[^>]*>)?\(\w+_desc.*?\(&\(\(\((\w+)\*\)(\w+)\)\[(.*?)\]\)\)", source)
-    found = {
-        name
-        for dtype, name, index in loads
-        if bases.get(name, 0) % 128
-        or any(int(step) * _BYTES.get(dtype, 1) % 128 for step in re.findall(r"\* (\d+)\)", index))
-    }
+    declared = {name: dtype for dtype, name in re.findall(r"__shared__ .*?(\w+) (\w+)\[", source)}
+    target = re.compile(r"tl::tma_load(?:<[^>]*>)?\(\w+_desc.*?\(&\((?:\(\((\w+)\*\)(\w+)\)|(\w+))\[(.*?)\]\)\)")
+    found = set()
+    for dtype, view, array, index in target.findall(source):
+        size = _BYTES.get(dtype or declared[array], 1)
+        steps = [int(step) * size for step in re.findall(r"\* (\d+)\)", index)]
+        if any(step % 128 for step in [bases.get(view, 0), *steps]):
+            found.add(view or array)
     return ", ".join(sorted(found))
 
 
