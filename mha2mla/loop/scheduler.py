@@ -12,7 +12,7 @@ from numbers import Integral, Real
 from operator import index
 from typing import Literal
 
-from mha2mla.modeling.pages import OutOfPagesError, PageAllocator
+from mha2mla.modeling.pages import NO_PAGE, OutOfPagesError, PageAllocator
 
 
 @dataclass(frozen=True)
@@ -325,7 +325,7 @@ class Scheduler:
         away in the next step was not worth it."""
         while self.waiting and budget and self._slots:
             request, sequence = self.waiting[0], None
-            owner, shared = self._prefixes.longest(request.tokens) if self._prefixes else (None, 0)
+            owner, shared = self._shareable(request) if self._prefixes else (None, 0)
             if owner is None:
                 sequence = self.allocator.allocate()
             else:
@@ -346,6 +346,16 @@ class Scheduler:
             self._start(request, sequence)
             wanted[request] = min(request.length - shared, budget)
             budget -= wanted[request]
+
+    def _shareable(self, request: Request) -> tuple[int | None, int]:
+        """A sequence that begins as a request does, and tokens of its first full pages, or None, 0: up to a page that
+        the sequence gave back, as one that is adopted may have."""
+        owner, shared = self._prefixes.longest(request.tokens)
+        if owner is None:
+            return None, 0
+        pages = self.allocator.pages(owner)[: shared // self.allocator.page_size]
+        kept = pages.index(NO_PAGE) if NO_PAGE in pages else len(pages)
+        return (owner, kept * self.allocator.page_size) if kept else (None, 0)
 
     def _start(self, request: Request, sequence: int) -> None:
         request.sequence, request.slot = sequence, self._slots.pop()

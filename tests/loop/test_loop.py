@@ -325,3 +325,21 @@ def test_a_fork_of_another_loops_request_takes_none_of_its_pages():
     twin = other.fork(request, Sampling(6))
     other.run()
     assert twin.answer == alone(model, twin.prompt, 6)
+
+
+@pytest.mark.parametrize("sinks, shared", [(2 * PAGE, 2 * PAGE), (0, 0)])
+@torch.no_grad()
+def test_pages_given_back_are_not_shared(sinks, shared):
+    """Of a sequence that the caller cached, and that keeps pages behind its window and for its sinks alone."""
+    model = models.mla_model(attention_window=12, num_sink_tokens=sinks)
+    loop, prompt = make_loop(model), models.tokens(1, 50)[0]
+    mine = loop.cache.open()
+    model.forward_batch(prompt[:47], loop.cache.step(loop.cache.extend({mine: 47})))
+    assert loop.cache.give_back(mine) == 4 - sinks // PAGE
+    adopted = loop.adopt(prompt.tolist(), mine, Sampling(6))
+    loop.run()
+    later = loop.add(prompt[:30].tolist(), Sampling(6))
+    loop.run()
+    assert later.shared_tokens == shared
+    for request in (adopted, later):
+        assert request.answer == alone(model, request.prompt, 6)
