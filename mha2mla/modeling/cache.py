@@ -72,7 +72,7 @@ def visible_tokens(attention_mask: Tensor, length: int | Tensor) -> VisibleToken
 
 
 def check_mask(attention_mask: Tensor, batch: int, query_length: int, cache: Cache | None) -> Tensor:
-    """``attention_mask`` as [B, T], T at least the tokens that are cached and new.
+    """``attention_mask`` as [B, T], T at least the tokens that are cached and new; without a cache these alone.
 
     Args:
         attention_mask: [B or 1, T].
@@ -99,6 +99,8 @@ def check_mask(attention_mask: Tensor, batch: int, query_length: int, cache: Cac
             f"attention_mask.shape is {tuple(attention_mask.shape)}; expected at least {tokens} tokens, those that are "
             "cached and new"
         )
+    if cache is None:  # transformers cuts longer masks for a cache alone
+        attention_mask = attention_mask[:, :tokens]
     return attention_mask.expand(batch, -1)
 
 

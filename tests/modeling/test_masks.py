@@ -188,6 +188,16 @@ def test_a_mask_that_is_too_short_is_refused(form):
         model(ids[:, 9:], attention_mask=torch.ones(3, 10), past_key_values=cache)
 
 
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("behind", [0, 1])
+@torch.no_grad()
+def test_a_longer_mask_is_cut(behind, use_cache):
+    model, ids, mask = models.mla_model(), models.tokens(2, 10), models.left_mask(10, 0, 3)
+    longer = torch.nn.functional.pad(mask, (0, 6), value=behind)
+    logits = model(ids, attention_mask=longer, use_cache=use_cache).logits
+    assert_same(logits, uncached(model, ids, mask), mask)
+
+
 @pytest.mark.parametrize("form", ["absorbed", "expanded"])
 @torch.no_grad()
 def test_one_mask_for_all_sequences(form):
