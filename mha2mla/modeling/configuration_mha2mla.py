@@ -142,7 +142,10 @@ class MHA2MLAConfig(PreTrainedConfig):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuses windows and sinks that are no numbers of tokens, and rotary key caches that do not exist, at
-        construction and whenever they change."""
+        construction and whenever they change. Without a ``sliding_window`` no layer is one that slides."""
+        if name == "sliding_window" and value is None and self.sliding_window is not None:
+            # Also where the config is saved and loaded again: there None stands for the source's window.
+            self.layer_types = ["full_attention"] * self.num_hidden_layers
         if name == "rotary_key_cache":
             allowed = ROTARY_KEY_CACHES if self.rope_from_latent else ("none", "auto")
             why = ": int8 replaced it, integers with a scale a token" if value == "float8" else ""
@@ -192,6 +195,9 @@ class MHA2MLAConfig(PreTrainedConfig):
         for name in _repeated_fields():
             if hasattr(source, name):
                 setattr(source, name, getattr(self, name))
+        slides = any(self.layer_sliding_window(index) is not None for index in range(self.num_hidden_layers))
+        if hasattr(source, "sliding_window") and not slides:
+            source.sliding_window = None  # of families whose window is every layer's
         return source
 
     @property
@@ -241,8 +247,8 @@ class MHA2MLAConfig(PreTrainedConfig):
             return window, sinks
         if window is not None and window < own:
             raise ValueError(
-                f"attention_window is {window}; expected at least {own}, the sliding_window of layer {layer_idx}, or"
-                " sliding_window=None"
+                f"attention_window is {window}; expected at least {own}, the sliding_window of layer {layer_idx}, or a"
+                " model loaded with sliding_window=None"
             )
         return own, 0
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from mha2mla.modeling import LatentCache, StaleBatchError
 from tests.few import each
@@ -175,6 +175,25 @@ def test_refusals_name_the_key():
     model.set_attn_implementation("flex_attention")
     with pytest.raises(ValueError, match="attn_implementation is 'flex_attention' with attention_window=9 and num_sin"):
         model(models.tokens(1, 12), use_cache=False)
+
+
+@pytest.mark.parametrize("case", ["sliding", "some sliding", "latent some sliding"])
+@torch.no_grad()
+def test_a_model_loaded_without_its_window(case, tmp_path):
+    """As the refusal of a narrower one advises; and again without it where it is saved so."""
+    model, ids = models.mla_model(case), models.tokens(1, 30)
+    model.save_pretrained(tmp_path / "with")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "with", sliding_window=200)
+    expected = loaded(ids, use_cache=False).logits
+    AutoModelForCausalLM.from_pretrained(tmp_path / "with", sliding_window=None).save_pretrained(tmp_path / "without")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "without", attention_window=200)
+    for made in (loaded, models.as_file(loaded)):
+        assert made.config.attention_window == 200
+        for cache in (None, DynamicCache(config=made.config), made._new_cache()):
+            stops = (30,) if cache is None else (15, 16, 22, 30)
+            logits = models.logits_of_calls(made, cache, ids, stops)
+            assert models.relative_error(logits, expected) < models.TOLERANCE
+    assert models.relative_error(model(ids, use_cache=False).logits, expected) > 1e-3, "the window is seen"
 
 
 def test_the_report_tells_of_the_window():
