@@ -214,9 +214,12 @@ class Scheduler:
         """Runs a request whose first tokens are cached in a sequence of the allocator already.
 
         Raises:
-            ValueError: as :meth:`add`; so many requests run already, or the sequence holds the whole prompt.
+            ValueError: as :meth:`add`; so many requests run already, or the sequence holds the whole prompt, or is that
+                of a request which runs or ended: :meth:`fork` goes on from it.
         """
         cached = self.allocator.length(sequence)
+        if sequence in self._ended or any(sequence == each.sequence for each in self.running):
+            raise ValueError(f"sequence is {sequence}, another request's; expected one of the caller's, or fork()")
         if not self._slots:
             raise ValueError(
                 f"{len(self.running)} requests run; expected fewer than max_sequences={self.max_sequences}"

@@ -162,6 +162,20 @@ def test_a_sequence_of_the_callers_is_gone_on_with():
         device.scheduler.adopt(Request([1, 2]), allocated(device.allocator, 3))
 
 
+def test_a_sequence_of_another_request_is_not_adopted():
+    """Which both would write to, or which is freed under the request once its pages are needed."""
+    device = Device(num_pages=8, max_sequences=2, max_tokens=64)
+    request = Request([5] * 9, Sampling(3))
+    device.scheduler.add(request)
+    device.step()
+    sequence = request.sequence
+    for _ in ("runs", "ended"):
+        with pytest.raises(ValueError, match=f"sequence is {sequence}, another request's; expected one of the"):
+            device.scheduler.adopt(Request([5] * 30), sequence)
+        run(device)
+    assert request.answer == alone(request.prompt, request.sampling)
+
+
 def test_what_is_refused():
     with pytest.raises(ValueError, match="max_tokens is 3; expected at least 4"):
         Scheduler(PageAllocator(4, PAGE), max_sequences=4, max_tokens=3)
