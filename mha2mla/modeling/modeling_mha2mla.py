@@ -41,6 +41,7 @@ from transformers.utils import ModelOutput, can_return_tuple
 from .configuration_mha2mla import MHA2MLAConfig
 
 _LONG = 1024  # queries
+_HIDDEN = -1e3  # no score added to this is seen: masks hide tokens by -1e4, -1e9, -inf or a dtype's least number
 REFUSED_POSITIONS = (  # below 255 characters, all that torch's assert on a CUDA device takes
     "position_ids do not count on from each row's first visible token; a cache without rotary keys "
     "(has_rope_cache is False) expects the places in it one by one, padding counted or not "
@@ -784,7 +785,7 @@ def under_window(
     elif attention_mask.dtype == torch.bool:
         shown = attention_mask
     else:
-        shown, additive = attention_mask > torch.finfo(attention_mask.dtype).min / 2, attention_mask
+        shown, additive = attention_mask > _HIDDEN, attention_mask
     own, first = (shown * token).amax(-1, keepdim=True), first_shown(shown)[..., None]
     seen = shown & ((token > own - window) | (token < first + sinks))
     return seen if additive is None else additive.masked_fill(~seen, torch.finfo(additive.dtype).min)

@@ -104,6 +104,18 @@ def test_a_static_cache_of_transformers_without_padding(case, build):
     assert torch.equal(found, made.generate(ids, use_cache=False, **options))
 
 
+@pytest.mark.parametrize("hidden", [-1e4, -1e9, -torch.inf, torch.finfo(torch.float32).min])
+@torch.no_grad()
+def test_masks_that_are_added_to_scores(hidden):
+    """By whatever number they hide tokens, the window ends with each query's own."""
+    model, ids = models.mla_model("per-group", attention_window=7, num_sink_tokens=2), models.tokens(2, 20)
+    mask = torch.zeros(2, 1, 20, 20).masked_fill(~allowed([0, 0], 20, None, 0), hidden)
+    expected = model(ids, use_cache=False).logits
+    for use_cache in (False, True):
+        logits = model(ids, attention_mask=mask, use_cache=use_cache).logits
+        assert models.relative_error(logits, expected) < models.TOLERANCE
+
+
 def test_gradients_are_those_of_the_mask():
     model = model_in_float64("per-group", 7, 2)
     ids = models.tokens(2, 30)
