@@ -35,6 +35,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )  # fmt: skip
 
 
+_FEWEST_TOKENS = 4  # runs of four are counted
 FEWEST_STEPS = 50  # below, a preset's batches shrink: a small budget was one step, whose rate is 0
 
 
@@ -108,9 +109,8 @@ class Settings:
                 raise ValueError(f"{name} is {value!r:.80}; expected one of {', '.join(map(repr, words))}{close}")
         counts = ("tokens", "text_tokens", "length", "long_length", "row", "batch_tokens", "tokens_at_once")
         for name in (*counts, "lora_rank", "evaluations"):
-            value, least = getattr(self, name), 4 if name in counts else 1  # runs of four tokens are counted
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise ValueError(f"{name} is {value!r:.80}; expected a whole number of at least {least}")
+            if (value := getattr(self, name)) is not None:
+                _check_count(name, value, _FEWEST_TOKENS if name in counts else 1)
         for name in ("minutes", "rate", "latent_rate"):
             value = getattr(self, name)
             if value is not None and not (_is_number(value) and 0 < value < math.inf):
@@ -152,6 +152,7 @@ class Settings:
             if name not in given and context is not None:
                 values[name] = min(values[name], context)
         if "long_length" not in given:
+            _check_count("length", values["length"], _FEWEST_TOKENS)  # before it divides
             values["long_length"] = max(values["length"], values["long_length"] // values["length"] * values["length"])
         return cls(**values)
 
@@ -174,6 +175,11 @@ class Settings:
     def step_tokens(self) -> int:
         """Tokens of an optimizer step."""
         return self.accumulation * self.pass_tokens
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} is {value!r:.80}; expected a whole number of at least {least}")
 
 
 def _is_number(value: Any) -> bool:

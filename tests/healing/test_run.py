@@ -569,6 +569,8 @@ def test_bad_arguments_are_refused_by_name(folders, tmp_path):
         ({"rate": None, "latent_rate": 1e-3}, "latent_rate is 0.001 and rate is None; expected a rate beside it"),
         ({"optimizer": "adam"}, "optimizer is 'adam'; expected one of 'orthogonal', 'muon', 'adamw'"),
         ({"tokens": 0}, "tokens is 0; expected a whole number"),
+        ({"text": "builtin:prose", "length": 0}, "length is 0; expected a whole number of at least 4"),
+        ({"text": "builtin:prose", "length": "32"}, "length is '32'; expected a whole number of at least 4"),
         ({"tokens": 31}, "tokens is 31; expected at least 32: a step has a window of long_length"),
         ({"text": "builtin:proze"}, "did you mean 'builtin:prose'"),
         ({"resume": "no"}, "resume is 'no'"),
