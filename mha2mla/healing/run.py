@@ -254,7 +254,8 @@ def heal(
                     )
                 )  # fmt: skip
                 chosen = replace(chosen, rate=measured_rate(tried))
-            newest = processes.share(lambda: last_checkpoint(checkpoints))
+            keeps_best = chosen.keep == "best"
+            newest = processes.share(lambda: last_checkpoint(checkpoints, with_best=keeps_best))
             if newest and progress and processes.is_main:
                 announce(f"going on from {newest.name} of an interrupted run")
             result = train(

@@ -271,8 +271,12 @@ def _name_best(args: Any, state: Any) -> None:
         state.best_model_checkpoint = str(Path(args.output_dir) / f"checkpoint-{state.best_global_step}")
 
 
-def last_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint in ``folder`` that was written to its end; one that was not is removed."""
+def last_checkpoint(folder: Path, *, with_best: bool = False) -> Path | None:
+    """The newest checkpoint in ``folder`` that was written to its end; one that was not is removed.
+
+    Args:
+        with_best: so is one without the best checkpoint so far, whose weights the end of its run would keep.
+    """
     whole = []
     for each in folder.glob("checkpoint-*"):
         try:
@@ -283,6 +287,12 @@ def last_checkpoint(folder: Path) -> Path | None:
         except (OSError, ValueError):
             pass
         shutil.rmtree(each)
+    names = {each.name for each in whole}
+    for each in [*whole] if with_best else []:
+        best = TrainerState.load_from_json(each / TRAINER_STATE_NAME).best_global_step
+        if f"checkpoint-{best}" not in names:
+            whole.remove(each)
+            shutil.rmtree(each)
     return max(whole, key=lambda path: int(path.name.partition("-")[2]), default=None)
 
 

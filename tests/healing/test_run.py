@@ -23,7 +23,7 @@ from mha2mla.conversion.resume import ResumeError
 from mha2mla.conversion.source.files import SourceChangedError
 from mha2mla.eval.inspection import verify_weights
 from mha2mla.healing import distillation, run, student, text, training
-from mha2mla.healing.settings import Optimizer
+from mha2mla.healing.settings import Keep, Optimizer
 from tests.commands import ROOT, parse
 from tests.conversion import tiny
 from tests.conversion.tiny import SHORT
@@ -298,6 +298,25 @@ def test_a_killed_run_goes_on_to_the_bit(ends, passes, compile, folders, whole, 
     assert counted is None or counted.calls == passes, "checkpoints are made after every step here"
     assert report.trained.steps == 10 and (tmp_path / "out" / "model.safetensors").read_bytes() == expected
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("keep", get_args(Keep))
+def test_a_damaged_best_checkpoint_is_made_again(keep, folders, tmp_path, monkeypatch):
+    """The end of the run keeps its weights; the last ones need it not."""
+    keys = {"rate": 6e-3, "optimizer": "adamw", "keep": keep}
+    expected = heal(folders, tmp_path / "whole", **keys).trained
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(run, "write_healed", interrupt)
+        heal(folders, tmp_path / "out", **keys)
+    checkpoints = tmp_path / ".out.mha2mla-tmp" / "work" / "checkpoints"
+    assert 0 < expected.best_step < expected.steps
+    os.truncate(checkpoints / f"checkpoint-{expected.best_step}" / "model.safetensors", 100)
+    counted = Steps(monkeypatch)
+    trained = heal(folders, tmp_path / "out", **keys).trained
+    assert counted.calls == (20 if keep == "best" else 0)
+    assert (trained.between, trained.kept_step) == (expected.between, expected.kept_step)
+    ours, theirs = (tmp_path / name / "model.safetensors" for name in ("out", "whole"))
+    assert ours.read_bytes() == theirs.read_bytes()
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("unexpected pos 7168 vs 7060")])
