@@ -196,10 +196,14 @@ def _planned(state: TrainerState) -> int | None:
 
 
 class _Log(TrainerCallback):
-    """The curve so far as a JSON file, after every evaluation."""
+    """The curve so far as a JSON file, after every evaluation, and that of an earlier run before the first step."""
 
     def __init__(self, path: Path, step_tokens: int) -> None:
         self._path, self._step_tokens = path, step_tokens
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **keys: Any) -> None:
+        if state.log_history:
+            self.on_evaluate(args, state, control, **keys)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.is_world_process_zero:

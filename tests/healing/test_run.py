@@ -300,6 +300,14 @@ def test_a_killed_run_goes_on_to_the_bit(ends, passes, compile, folders, whole, 
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_log_that_is_asked_for_after_the_last_step_has_the_curve(folders, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(run, "write_healed", interrupt)
+        heal(folders, tmp_path / "out")
+    trained = heal(folders, tmp_path / "out", log=tmp_path / "curve.json").trained
+    assert json.loads((tmp_path / "curve.json").read_text()) == trained.curve
+
+
 @pytest.mark.parametrize("keep", get_args(Keep))
 def test_a_damaged_best_checkpoint_is_made_again(keep, folders, tmp_path, monkeypatch):
     """The end of the run keeps its weights; the last ones need it not."""
