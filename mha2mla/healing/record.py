@@ -234,7 +234,8 @@ def _flags(report: HealingReport) -> list[str]:
     """Flags of ``mha2mla heal`` that name the run's preset, text and settings; none for the caller's own windows."""
     if report.text["name"] == OWN_WINDOWS:
         return []
-    settings, of_preset = vars(report.settings), vars(Settings.of(report.settings.preset))
-    given = {name: value for name, value in settings.items() if value not in (None, of_preset[name])}
+    settings, tokens = vars(report.settings), report.settings.tokens
+    unsaid = vars(Settings.of(report.settings.preset, tokens=tokens)) | {"tokens": None}  # beside tokens no minutes
+    given = {name: value for name, value in settings.items() if value not in (None, unsaid[name])}
     words = {"preset": report.settings.preset, "text": report.text["name"], **given}
     return [word for name, value in words.items() for word in ("--" + name.replace("_", "-"), str(value))]

@@ -173,6 +173,14 @@ def test_healed_checkpoint_is_a_conversion_with_both_figures(folders, tmp_path):
     assert json.loads(twice)["healing"]["earlier"] == new["healing"]
 
 
+def test_flags_of_the_record_have_minutes_beside_tokens(folders, tmp_path):
+    """Those of the preset, which it has not beside tokens."""
+    heal(folders, tmp_path / "out", text="builtin:prose", length=32, long_length=32, minutes=15.0, tokens=128)
+    flags = json.loads((tmp_path / "out" / "conversion.json").read_text())["healing"]["flags"]
+    given = parse("heal", "a", "b", "c", *flags)["settings"]
+    assert (given.minutes, given.tokens) == (15.0, 128)
+
+
 def test_cache_ratio_after_a_change_of_layout_is_of_the_source(source, tmp_path):
     tiny.convert(source, tmp_path / "shared", {**LATENT, "layout": "shared", "cache_ratio": 0.5})
     tiny.convert(tmp_path / "shared", tmp_path / "latent", {"layout": "latent"}, evaluation="builtin:prose")
