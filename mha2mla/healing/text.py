@@ -173,7 +173,7 @@ def with_own_windows(
     if not count:
         return blocks
     asked = {short: count * blocks.size // short}
-    settings = replace(settings, seed=settings.seed + 1)  # other documents than the source's
+    settings = replace(settings, seed=(settings.seed + 1) % 2**32)  # other documents than the source's
     tokenizer = read_tokenizer(str(converted), "converted")
     (own,) = _written(converted, tokenizer, GENERATED, asked, settings, device, digests, work, progress)
     return replace(blocks, tokens=torch.cat((own.view(count, -1), blocks.tokens[count:])))

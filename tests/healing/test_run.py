@@ -209,6 +209,10 @@ def test_a_share_of_the_text_is_the_conversions_own(folders, tmp_path, monkeypat
     assert written == [("mha2mla", 128)] and report.text["unique_tokens"] == 1280 - 64
 
 
+def test_the_largest_seed_writes_a_share(folders, tmp_path):
+    assert heal(folders, tmp_path / "out", own_share=0.1, seed=2**32 - 1).trained.steps == 10
+
+
 def interrupt(*_, **__):
     raise KeyboardInterrupt
 
