@@ -147,7 +147,8 @@ def _written(
         (made[str(length)],) = generate_windows(model, tokenizer, [OwnText(name, length, count)], **options)
     if why := keep_text(kept, made):
         warnings.warn(f"the text is not kept for later runs of this source: {why}", stacklevel=2)
-    work.discard(PIECES)
+    else:
+        work.discard(PIECES)
     return list(made.values())
 
 

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mha2mla.conversion import resume
+from mha2mla.conversion.calibration import generated_text
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.calibration.generated_text import generate_windows
 from mha2mla.conversion.calibration.texts import GENERATED, OwnText
@@ -79,6 +80,17 @@ def test_text_that_cannot_be_kept_is_said(source, tmp_path, monkeypatch):
     monkeypatch.setenv("MHA2MLA_CACHE", str(tmp_path / "file"))
     with pytest.warns(UserWarning, match="the text is not kept for later runs of this source: .*file"):
         made(source, "generated", tmp_path)
+
+
+def test_text_that_cannot_be_kept_is_written_once_in_a_run(source, tmp_path, monkeypatch):
+    """A run that goes on takes up its rows."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MHA2MLA_CACHE", str(tmp_path / "file"))
+    calls, write = [], generated_text._write
+    monkeypatch.setattr(generated_text, "_write", lambda *args: calls.append(args) or write(*args))
+    with pytest.warns(UserWarning, match="the text is not kept"):
+        blocks, again = (made(source, "generated", tmp_path) for _ in range(2))
+    assert len(calls) == 2 and torch.equal(again.tokens, blocks.tokens)
 
 
 def test_a_named_text_has_every_token_once(source, tmp_path):
