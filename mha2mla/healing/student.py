@@ -79,7 +79,8 @@ def is_sharded() -> bool:
     """True if the launcher asks for FSDP.
 
     Raises:
-        ValueError: it asks for version 1, for weights in the main process alone, or for wrappers that rename weights.
+        ValueError: it asks for version 1, for weights in the main process alone, for wrappers that rename weights, or
+            for 16 bits, in which FSDP would round the loss and add up gradients.
     """
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true":
         return False
@@ -87,10 +88,11 @@ def is_sharded() -> bool:
         ("FSDP_VERSION", "1", "2"),
         ("FSDP_CPU_RAM_EFFICIENT_LOADING", "false", "false"),
         ("FSDP_ACTIVATION_CHECKPOINTING", "false", "false"),
+        ("ACCELERATE_MIXED_PRECISION", "no", "no"),
     ):
         value = os.environ.get(name, default)
         if value.lower() != expected:
-            flag = f"accelerate launch --{name.lower()} {expected}"
+            flag = f"accelerate launch --{name.removeprefix('ACCELERATE_').lower()} {expected}"
             raise ValueError(f"{name} is {value!r}; expected {expected} ({flag})")
     return True
 
