@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mha2mla.checkpoints import check_path, find_converted
-from mha2mla.conversion.calibration.blocks import Windows, check_length, listed, nearest_length
+from mha2mla.conversion.calibration.blocks import TokenBlocks, Windows, check_length, listed, nearest_length
 from mha2mla.conversion.calibration.texts import check_text, recorded_name
 from mha2mla.conversion.calibration.windows import checked_windows
 from mha2mla.conversion.destination import WORK_FOLDER, check_destination, temporary_folder
@@ -169,6 +169,8 @@ def heal(
     weights = _weights(token_weights, text)
     if weights is not None and chosen.own_share:
         raise ValueError(f"own_share is {chosen.own_share} beside token_weights; expected 0: own text has no weights")
+    if not isinstance(text, str):  # before models are loaded and timed
+        _divided(weights, len(hold_out(TokenBlocks.of(text))[0]))
     for folder in (opened_source.folder, opened.folder):
         check_destination(destination, folder, overwrite=overwrite)
     curve = output_file(log, CURVE, opened_source.folder, opened.folder, name="log", made=destination)

@@ -561,6 +561,22 @@ def test_weights_that_mask_a_part_are_refused(masked, use, folders, tmp_path):
         heal(folders, tmp_path / "out", token_weights=weights)
 
 
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"text": tiny.some_tokens(1, 32)}, "text has 1 blocks of 32 tokens; expected two of a length"),
+        ({"text": [tiny.some_tokens(3, 16), tiny.some_tokens(4, 32)]}, "windows are 3 of length 16; expected whole"),
+        ({"token_weights": (torch.arange(48) < 46).float()[:, None].expand(48, 32)}, "token_weights is 0 in the 2"),
+    ],
+)
+def test_unusable_windows_are_refused_before_models_load(keys, named, folders, tmp_path, monkeypatch):
+    loads = []
+    monkeypatch.setattr(run, "load_models", lambda *args: loads.append(args))
+    with pytest.raises(ValueError, match=named):
+        heal(folders, tmp_path / "out", tokens=None, minutes=1.0, **keys)
+    assert not loads and not list(tmp_path.iterdir())
+
+
 def test_what_is_no_conversion_of_the_source_is_refused(folders, tmp_path):
     source, converted = folders
     tiny.checkpoint(tmp_path / "other", "llama", seed=1)
