@@ -272,9 +272,9 @@ class Recipe:
 
     def needs_calibration(self, geometry: MLAGeometry) -> bool:
         """True where any statistic of calibration text enters the weights."""
-        if geometry.has_codes or not isinstance(self.latent.bits, int):
+        if geometry.has_codes:
             return True
-        if geometry.is_full_rank:
+        if geometry.is_full_rank:  # "auto" has no codes there
             return False
         selects = geometry.qk_nope_head_dim > 0 and self.rope_rule.reads_statistics
         reads = selects or self.low_rank_rule.reads_statistics or self.latent.centered

@@ -242,6 +242,7 @@ def test_calibration_is_asked_for_only_when_a_statistic_enters_the_weights():
 
     plain = {"rope_selection": "high", "latent_rule": "svd-joint", "latent_centered": False, "fit_queries": False}
     assert not needs(cache_ratio=1.0)
+    assert not needs(cache_ratio=1.0, latent_bits="auto") and needs(cache_ratio=1.0, latent_bits=8)
     assert not needs(**plain)
     for key, value in (
         ("rope_selection", "2-norm"),
