@@ -17,7 +17,7 @@ from tqdm import tqdm
 from mha2mla.checkpoints import CheckpointError, check_path, find_checkpoint
 from mha2mla.conversion.calibration.blocks import Windows, calibration_lengths, check_length, listed, nearest_length
 from mha2mla.conversion.calibration.texts import check_text
-from mha2mla.conversion.calibration.windows import evaluation_windows, named_in_errors
+from mha2mla.conversion.calibration.windows import checked_windows, evaluation_windows, named_in_errors
 from mha2mla.conversion.destination import check_destination
 from mha2mla.conversion.extension import CalibrationSource
 from mha2mla.conversion.families import SourceSpec
@@ -180,7 +180,7 @@ def check(arguments: Arguments, folder: Path, recipe: Recipe, why: str) -> Plan:
     changed = ", ".join(f"{name}={value!r}" for name, value in recipe.for_records().changes().items())
     check_destination(arguments.destination, folder, overwrite=arguments.overwrite)
     opened = open_source(folder, longrope_table=recipe.rope.longrope_table)
-    calibration = _calibration(arguments, recipe, opened.spec)
+    calibration = _calibration(arguments, recipe, opened)
     model = opened.model(device, arguments.compute_dtype)
     lengths = _lengths(opened, recipe, calibration)
     for name, given in (("calibration", calibration), ("evaluation", arguments.evaluation)):
@@ -238,8 +238,9 @@ def merge_keys(
     return merged
 
 
-def _calibration(arguments: Arguments, recipe: Recipe, spec: SourceSpec) -> str | CalibrationSource | Windows | None:
+def _calibration(arguments: Arguments, recipe: Recipe, opened: Source) -> str | CalibrationSource | Windows | None:
     """The text of the recipe's statistics, where there are any; refuses a target that does not fit the source."""
+    spec = opened.spec
     if recipe.searches_layer_ranks:
         recipe.geometry(spec)
     elif not any(map(recipe.needs_calibration, recipe.geometries(spec))):
@@ -248,6 +249,11 @@ def _calibration(arguments: Arguments, recipe: Recipe, spec: SourceSpec) -> str 
     if isinstance(text, str):
         with named_in_errors("calibration", text):
             check_text(text)  # before the source writes text of its own
+    elif not isinstance(text, CalibrationSource):
+        if not listed(text):
+            raise ValueError(f"calibration is {text!r}; expected {_TEXT}")
+        for windows in listed(text):
+            checked_windows(windows, "calibration", opened)
     return text
 
 
