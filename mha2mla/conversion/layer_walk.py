@@ -38,7 +38,7 @@ from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling.attention import MLAAttention
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.configuration_mha2mla import PER_LAYER
-from mha2mla.modeling.stored_tensors import is_finite
+from mha2mla.modeling.stored_tensors import is_finite, widest
 
 SAMPLE_TOKENS = 32768  # tokens of a layer's inputs that closed-form fits look at
 FIRST_SAMPLE_TOKENS = 8192  # the same where gradient steps follow, and where ranks are compared
@@ -312,11 +312,16 @@ class LayerWalk:
         return config
 
     def stored(self, layer: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors in the dtypes of the checkpoint."""
-        dtype = self.weights_dtype
-        if dtype is None:
-            dtype = self.model.source.tensor(self.adapter.attention_names(self.spec, layer)["o_weight"]).dtype
-        return stored(tensors, dtype)
+        """The tensors in the dtypes of the checkpoint: one that was given, or those of the source that lose nothing."""
+        if self.weights_dtype is not None:
+            return stored(tensors, self.weights_dtype)
+        names, source = self.adapter.attention_names(self.spec, layer), self.model.source
+        weights, biases, norms = (
+            widest([source.header(name).torch_dtype for field, name in names.items() if field.endswith(kinds)])
+            for kinds in (("weight",), ("weight", "bias"), ("weight", "norm"))
+        )
+        dtypes = {name: norms if "norm" in name else biases if name.endswith("bias") else weights for name in tensors}
+        return {name: stored({name: tensor}, dtypes[name])[name] for name, tensor in tensors.items()}
 
 
 def stored(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:

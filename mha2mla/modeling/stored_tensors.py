@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,12 @@ class StoredTensor:
         return cls(tuple(piece.get_shape()), piece.get_dtype(), file)
 
     @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        return math.prod(self.shape) * self.torch_dtype.itemsize
 
     def check_dtype(self, name: str) -> None:
         """Refuses a tensor that is not of floating-point numbers."""
@@ -56,6 +61,11 @@ class StoredTensor:
                 f"tensor {name} in {self.file} has dtype {self.dtype}; expected one of {', '.join(DTYPES)}"
                 " (dequantise a quantised checkpoint first)"
             )
+
+
+def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The narrowest dtype that holds the numbers of all ``dtypes``."""
+    return reduce(torch.promote_types, dtypes)
 
 
 def num_parameters(config: PreTrainedConfig) -> int:

@@ -22,7 +22,7 @@ from mha2mla.terminal import progress_bar, split, whole_bar
 from tests.conversion import tiny
 from tests.conversion.tiny import SHORT, convert, relative
 from tests.few import few
-from tests.folders import WEIGHTS, edit_json, flip_bit, read_json
+from tests.folders import WEIGHTS, edit_json, edit_weights, flip_bit, read_json
 
 LOW_RANK_NAMES = tuple(LowRankRule.names())
 RULES = [(layout, selection) for layout in LAYOUTS for selection in selections(layout)]
@@ -75,6 +75,20 @@ def test_the_written_dtype_can_be_chosen(source, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert loaded.dtype == torch.bfloat16
     assert load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
+
+
+def test_no_tensor_is_narrowed_where_dtypes_differ(tmp_path):
+    source, wide = (
+        tiny.checkpoint(tmp_path / "source", "qwen3", attention_bias=True),
+        ("norm", "bias", "1.self_attn.q_"),
+    )
+    names = [name for name in load_file(source / WEIGHTS) if not any(part in name for part in wide)]
+    edit_weights(source, dict.fromkeys(names, lambda tensor: tensor.bfloat16()))
+    report = convert(source, tmp_path / "out", tiny.FULL)
+    made = {name: tensor.dtype for name, tensor in load_file(tmp_path / "out" / WEIGHTS).items()}
+    dtypes = [made[f"model.layers.{name}"] for name in ("0.self_attn.q_norm.weight", "0.self_attn.v_b_proj")]
+    assert dtypes == [torch.float32, torch.bfloat16] and report.weights_dtype == "float32"
+    assert report.parity.logits_relative_error < 1e-5
 
 
 @pytest.mark.parametrize("compute_dtype", [torch.bfloat16, torch.float64])

@@ -28,7 +28,7 @@ from mha2mla.conversion.source.files import (
     identify,
 )
 from mha2mla.conversion.source.streaming import StreamedModel
-from mha2mla.modeling.stored_tensors import FREQUENCIES, StoredParameters, check_frequencies
+from mha2mla.modeling.stored_tensors import FREQUENCIES, StoredParameters, check_frequencies, widest
 from mha2mla.terminal import Span, progress_bar
 
 _ADAPTER_FILE = "adapter_config.json"
@@ -55,8 +55,11 @@ class OpenedFolder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the projections."""
-        return self.reader.tensor("model.layers.0.self_attn.o_proj.weight").dtype
+        """Dtype of the attention's projections; of several, one that holds them all."""
+        stored = self.reader.headers().items()
+        return widest(
+            each.torch_dtype for name, each in stored if ".self_attn." in name and name.endswith("_proj.weight")
+        )
 
     def model(self, device: torch.device, dtype: torch.dtype) -> StreamedModel:
         """The model without weights.
