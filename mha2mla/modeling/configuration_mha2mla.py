@@ -192,12 +192,14 @@ class MHA2MLAConfig(PreTrainedConfig):
     def build_source_config(self) -> PreTrainedConfig:
         """A config of the source's own class for the modules around the attention."""
         source = self._source_from_dict()
+        window = getattr(source, "sliding_window", None)
         for name in _repeated_fields():
             if hasattr(source, name):
                 setattr(source, name, getattr(self, name))
         slides = any(self.layer_sliding_window(index) is not None for index in range(self.num_hidden_layers))
         if hasattr(source, "sliding_window") and not slides:
-            source.sliding_window = None  # of families whose window is every layer's
+            # With layer types some families make the mask of their window though no layer reads it.
+            source.sliding_window = None if getattr(source, "layer_types", None) is None else window
         return source
 
     @property

@@ -37,6 +37,16 @@ def test_full_rank_reproduces_the_source(case, layout, checkpoint_of, tmp_path):
     assert torch.equal(converted.generate(**prompt, past_key_values=DynamicCache(), **options), expected)
 
 
+@pytest.mark.parametrize("case", ["qwen2-moe", "gemma3", "olmo3-yarn"])
+def test_families_that_mask_by_a_window_run_without_one(case, checkpoint_of, tmp_path):
+    convert(checkpoint_of(case), tmp_path / "out", FULL)
+    tokens, logits = tiny.some_tokens(), []
+    for window in (None, 1000):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, sliding_window=window)
+        logits.append(model.eval()(tokens, use_cache=False).logits)
+    assert relative(*logits) <= 1e-6
+
+
 def soften(folder):
     """Random models are so sure of their predictions that at half rank some are further from them than a guess, which
     convert refuses to publish."""
