@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from mha2mla.checkpoints import CONFIG_FILE, model_type
+from mha2mla.checkpoints import CONFIG_FILE, CheckpointError, model_type, read_json
 from mha2mla.conversion.card import CARD_FILE, PLOT_FILE, RECORD_FILE
 from mha2mla.conversion.source.files import INDEX_FILE, SINGLE_FILE, is_companion
 from mha2mla.files import sync, try_to_write
@@ -91,14 +91,25 @@ def is_written_by_conversion(name: str) -> bool:
 
 
 def _foreign(folder: Path) -> list[str]:
-    """Names in a folder under which something lies that no conversion writes: a file, a link, an empty folder."""
-    found = set()
+    """Names in a folder under which something lies that no conversion writes: a file, a link, an empty folder; and
+    files that could have come with a source, but by the folder's record did not."""
+    found, came = set(), _recorded_companions(folder)
     for path in folder.rglob("*"):
         name = path.relative_to(folder)
         ours = path.is_file() and not path.is_symlink() and is_written_by_conversion(name.as_posix())
+        ours = ours and (came is None or not is_companion(name.as_posix()) or name.as_posix() in came)
         if not ours and not (is_folder(path) and any(path.iterdir())):
             found.add(name.parts[0])
     return sorted(found)
+
+
+def _recorded_companions(folder: Path) -> list[str] | None:
+    """Companions that the record of a converted folder names; None: it names none, as those of earlier versions."""
+    try:
+        found = read_json(folder, RECORD_FILE).get("companions")
+    except (CheckpointError, OSError):
+        return None
+    return found if isinstance(found, list) else None
 
 
 def is_converted(folder: Path) -> bool:

@@ -18,7 +18,7 @@ from mha2mla.conversion.card import CARD_FILE, PLOT_FILE, RECORD_FILE, card_meta
 from mha2mla.conversion.destination import ShardedWriter
 from mha2mla.conversion.families import SourceSpec
 from mha2mla.conversion.parity import ParityReport
-from mha2mla.conversion.source.files import identify
+from mha2mla.conversion.source.files import companions, identify
 from mha2mla.conversion.source.opening import OpenedFolder
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.environment import collect_environment, describe_environment, installed_version
@@ -272,6 +272,7 @@ def write_report(arguments: Arguments, device: torch.device, folder: Path, repor
     values = {**report.to_dict(), "source": report.source_name, "destination": report.name}
     fields = {key: value for key, value in values.items() if key != "layers"}
     fields["code_sha256"] = {name: each.sha256 for name, each in identify(folder, CODE_FILES).items()}
+    fields["companions"] = companions(folder)
     write_json(folder / RECORD_FILE, kind="conversion", rows=values["layers"], environment=environment, **fields)
     plot: str | None = PLOT_FILE
     try:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import mha2mla
+from mha2mla.conversion.destination import DestinationError
 from mha2mla.conversion.latent.rules import LowRankRule
 from mha2mla.conversion.recipe import Recipe, selections
 from mha2mla.conversion.source.files import CheckpointReader, SourceChangedError
@@ -59,6 +60,15 @@ def test_convert_takes_the_preset_that_it_is_told_or_chooses_and_says_so(argumen
     assert report.preset.startswith(says) and report.preset in str(report)
     assert f"Preset: {report.preset}." in (tmp_path / "out" / "README.md").read_text()
     assert read_json(tmp_path / "out" / "conversion.json")["preset"] == report.preset
+
+
+def test_overwriting_takes_no_file_that_the_conversion_did_not_write(source, tmp_path):
+    """Though its name is one that could have come with a source."""
+    for overwrite in (False, True):
+        convert(source, tmp_path / "out", tiny.FULL, overwrite=overwrite)
+    (tmp_path / "out" / "vocab_counts.csv").write_text("mine")
+    with pytest.raises(DestinationError, match="holds vocab_counts.csv, which no conversion writes"):
+        convert(source, tmp_path / "out", tiny.FULL, overwrite=True)
 
 
 def test_another_seed_gives_other_weights(source, tmp_path):
