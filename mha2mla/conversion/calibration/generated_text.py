@@ -79,8 +79,9 @@ def generate_windows(
     """
     draw = random.Random(seed)
     generator = torch.Generator(model.device).manual_seed(seed)
-    ends = frozenset({*end_tokens(model), tokenizer.eos_token_id} - {None})
-    starts = {name: _documents(tokenizer, ends, draw, name == DIVERSE) for name in sorted({w.name for w in wanted})}
+    vocab_size, kinds = _vocab_size(model), sorted({each.name for each in wanted})
+    ends = frozenset({*end_tokens(model), tokenizer.eos_token_id} - {None}) & frozenset(range(vocab_size))
+    starts = {name: _documents(tokenizer, vocab_size, ends, draw, name == DIVERSE) for name in kinds}
     by_size: dict[int, list[str]] = {}  # length of a row → the text of each
     for each in wanted:
         size = min(each.length, row)
@@ -150,7 +151,7 @@ def _write(
     started = time.perf_counter()
     logits_of = decoder(model, rows, length)
     captured = time.perf_counter() - started
-    is_end = torch.zeros(model.config.get_text_config(decoder=True).vocab_size, dtype=torch.bool)
+    is_end = torch.zeros(_vocab_size(model), dtype=torch.bool)
     is_end[list(ends)] = True
     is_forced = torch.tensor(list(map(bool, forced)))
     is_nan, noise = torch.zeros(rows, dtype=torch.bool, device=model.device), None
@@ -200,11 +201,18 @@ def sample(logits: torch.Tensor, generator: torch.Generator, noise: torch.Tensor
     return torch.sub(logits, noise, out=noise).max(-1)
 
 
-def _documents(tokenizer: Any, ends: frozenset[int], draw: random.Random, diverse: bool) -> Iterator[list[list[int]]]:
+def _vocab_size(model: torch.nn.Module) -> int:
+    """Tokens that the model has; a tokenizer may know more, added without resizing the embedding."""
+    return model.config.get_text_config(decoder=True).vocab_size
+
+
+def _documents(
+    tokenizer: Any, vocab_size: int, ends: frozenset[int], draw: random.Random, diverse: bool
+) -> Iterator[list[list[int]]]:
     """Documents without end, each as parts: the tokens that begin it, and those that follow when the model ends."""
     instructions, openings, topics, documents = prompts()
     start = start_tokens(tokenizer)
-    words = sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids))
+    words = sorted(set(range(min(len(tokenizer), vocab_size))) - set(tokenizer.all_special_ids))
 
     def word() -> list[list[int]]:
         return [[*start, draw.choice(words)]]

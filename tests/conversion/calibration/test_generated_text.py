@@ -118,10 +118,18 @@ def test_diverse_text_begins_in_every_way(monkeypatch):
 def test_openings_in_unknown_scripts_are_left_out():
     """A tokenizer of bytes has two or three tokens a letter of other scripts, one of English."""
     tokenizer = tiny.tokenizer()
-    drawn = generated_text._documents(tokenizer, frozenset(), random.Random(0), True)
+    drawn = generated_text._documents(tokenizer, 264, frozenset(), random.Random(0), True)
     texts = {tokenizer.decode(next(drawn)[0], skip_special_tokens=True) for _ in range(2000)}
     assert "Shall I compare thee" in texts
     assert not any(text.startswith(("История", "这座", "この町")) for text in texts)
+
+
+def test_tokens_that_the_model_lacks_begin_and_end_nothing():
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens([f"<{number}>" for number in range(1000)])
+    tokenizer.eos_token = "<999>"
+    model = tiny.model()
+    assert int(written(model, tokenizer, 24, 40, DIVERSE, seed=0).max()) < model.config.vocab_size
 
 
 def test_a_folder_writes_as_its_model_does(source):
