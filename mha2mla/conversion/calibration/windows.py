@@ -18,6 +18,7 @@ from mha2mla.conversion.calibration.texts import (
     text_shares,
     token_windows,
 )
+from mha2mla.conversion.destination import DestinationError, ResumeError
 from mha2mla.conversion.extension import CalibrationSource
 from mha2mla.conversion.resume import WorkFolder
 from mha2mla.conversion.source.opening import OpenedFolder, Source, read_tokenizer
@@ -95,8 +96,11 @@ def evaluation_windows(source: OpenedFolder, text: str | torch.Tensor, *, length
 
 @contextmanager
 def named_in_errors(name: str, text: Any) -> Iterator[None]:
+    """Names a text in errors, but for those of the folder that what is written of it is kept in."""
     try:
         yield
+    except (DestinationError, ResumeError):
+        raise
     except ValueError as error:
         raise ValueError(f"{name} {text!r}: {error}") from error
 
