@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +19,21 @@ from mha2mla.terminal import progress_bar
 TAIL = 64  # tokens at the end of a continuation, where a loop shows
 LONGEST_PERIOD = 16  # small models repeat a clause, of nine to sixteen tokens, as often as a word
 _PROMPTS_AT_ONCE = 16
+# Options of ``generate``: greedy, whatever the checkpoint's own generation config prefers.
+GREEDY: Mapping[str, Any] = MappingProxyType(
+    {
+        "do_sample": False,
+        "num_beams": 1,
+        "num_return_sequences": 1,
+        "repetition_penalty": 1.0,
+        "no_repeat_ngram_size": 0,
+        "bad_words_ids": None,
+        "suppress_tokens": None,
+        "temperature": None,
+        "top_p": None,
+        "top_k": None,
+    }
+)
 
 COLUMNS = {
     "text": "text",
@@ -169,13 +185,7 @@ def _continuations(model: torch.nn.Module, prompts: torch.Tensor, new_tokens: in
             attention_mask=torch.ones_like(ids),
             max_new_tokens=new_tokens,
             pad_token_id=min(ends, default=0),
-            # Greedy, whatever the checkpoint's own generation config prefers.
-            do_sample=False,
-            num_beams=1,
-            repetition_penalty=1.0,
-            temperature=None,
-            top_p=None,
-            top_k=None,
+            **GREEDY,
         )
         for row in made[:, part.shape[1] :].tolist():
             end = next((index for index, token in enumerate(row) if token in ends), len(row) - 1)

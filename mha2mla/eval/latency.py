@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, StaticCache
 from mha2mla.checkpoints import check_converted, check_numbers
 from mha2mla.conversion.calibration.texts import end_tokens
 from mha2mla.environment import compute_device, usual_dtype
+from mha2mla.eval.generation import GREEDY
 from mha2mla.eval.loading import load_model
 from mha2mla.eval.measurement import (
     NOT_CHECKED,
@@ -188,7 +189,8 @@ def model_rows(
     runs: int = 3,
     seed: int = 0,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of each model: decode steps, prompts, and greedy ``generate`` with its default arguments.
+    """Rows of each model: decode steps, prompts, and ``generate``: greedy, whatever the generation
+    configs prefer, and otherwise with its default arguments.
 
     ``"step"``: ``seqlen`` tokens are cached, the new one among them. Each model fills a cache of fixed size with the
     same random tokens, then makes the same step again and again, the cache being put back by one token after each.
@@ -471,7 +473,7 @@ def _generate_row(model: nn.Module, prompts: Tensor, new_tokens: int, check: boo
 
 def greedy(model: nn.Module, prompts: Tensor, new_tokens: int, **options: Any) -> Any:
     """``model.generate`` of exactly ``new_tokens`` after prompts [B, T] without padding."""
-    options |= {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+    options |= {**GREEDY, "max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "pad_token_id": 0}
     return model.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
 
 

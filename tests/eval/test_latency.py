@@ -398,6 +398,22 @@ def test_wrong_generated_tokens_get_no_speed(tiny_source):
     assert row["status"].startswith("wrong: token ") and "us_p50" not in row
 
 
+@pytest.mark.parametrize(
+    "name", ["repetition_penalty", "num_beams", "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens"]
+)
+def test_generate_is_greedy_whatever_the_checkpoint_prefers(source, name):
+    """Qwen2.5's chat models have a repetition penalty, with which right tokens are not float64's choice."""
+    plain, model = (LlamaForCausalLM.from_pretrained(source) for _ in range(2))
+    prompts = torch.arange(2, 26)[None]
+    expected = latency.greedy(plain, prompts, 24)[0].tolist()
+    preferred = {"repetition_penalty": 1.3, "num_beams": 2, "no_repeat_ngram_size": 2}
+    preferred |= {"bad_words_ids": [[expected[24]]], "suppress_tokens": [expected[24]]}
+    model.generation_config.update(**{name: preferred[name]})
+    assert latency.greedy(model, prompts, 24)[0].tolist() == expected
+    (row,) = model_rows({"source": model}, levels=["e2e"], seqlens=(24,), new_tokens=24)
+    assert row["status"] == "ok"
+
+
 def test_preset_rows_stand_beside_published_times(monkeypatch):
     monkeypatch.setattr(op_latency, "PUBLISHED", {(2, 16): (5.0, 3.0)})
     rows = list(op_latency.preset_latency("llama-2-7b-decode", dtype=torch.float32, device="cpu", **QUICK))
