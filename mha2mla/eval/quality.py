@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -173,7 +174,7 @@ def evaluate_quality(
     source: Any,
     converted: Any,
     *,
-    texts: str | Sequence[str] = TEXTS,
+    texts: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = TEXTS,
     lengths: Sequence[int | None] = LENGTHS,
     max_tokens: int = MAX_TOKENS,
     metrics: Sequence[Metric] = (),
@@ -219,8 +220,9 @@ def evaluate_quality(
             ``max_tokens``; no text fills a window of any length; latents are to be quantised of a model that has none,
             or in a basis computed from one of ``texts``.
     """
-    texts = [texts] if isinstance(texts, str) else texts
+    texts = [texts] if isinstance(texts, str | os.PathLike) else texts
     _check_amounts(texts, lengths, max_tokens)
+    texts = [str(name) for name in texts]  # as rows and their JSON have them
     columns = _with_metrics(metrics, caches)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(source, "source")
     contents = {name: load_text(name) for name in texts}
@@ -254,7 +256,7 @@ def evaluate_quality(
     )  # fmt: skip
 
 
-def _check_amounts(texts: Sequence[str], lengths: Sequence[int | None], max_tokens: int) -> None:
+def _check_amounts(texts: Sequence[Any], lengths: Sequence[int | None], max_tokens: int) -> None:
     for name, values in (("texts", texts), ("lengths", lengths)):
         if not isinstance(values, Sequence):
             raise ValueError(f"{name} is {values!r:.80}; expected a list")

@@ -1,5 +1,6 @@
 """Perplexity, KL and agreement of two models on one text."""
 
+import json
 import math
 from dataclasses import replace
 from typing import ClassVar
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Llam
 
 from mha2mla.conversion import predictions
 from mha2mla.conversion.calibration.texts import load_text
-from mha2mla.eval import Metric, evaluate_quality, quality
+from mha2mla.eval import Metric, evaluate_quality, quality, write_json
 from mha2mla.eval.generation import GenerationSettings
 from mha2mla.eval.probes import QUESTIONS, ProbeSettings
 from mha2mla.eval.quantized_caches import KeptKeys, KVCodes, LatentCodes, RotaryKeys
@@ -106,6 +107,16 @@ def test_none_is_the_longest_common_window(tiny_source, tmp_path):
     assert [row.seqlen for row in report.rows] == [48, 96]
     assert report.skipped == ("windows of 512: the models take at most 96 tokens",)
     assert {row.seqlen for row in report.by_position} == {96}
+
+
+def test_a_text_by_its_path_is_written_by_its_name(tiny_source, tmp_path):
+    path = tmp_path / "tëxt.txt"
+    path.write_text("x" * 100)
+    for texts in (path, [path]):
+        report = evaluate_quality(tiny_source, tiny_source, **SETTINGS | {"texts": texts, "generation": True})
+        written = write_json(tmp_path / "quality.json", kind="quality", **report.to_dict())
+        found = json.loads(written.read_text())
+        assert {row["text"] for key in ("rows", "by_position", "generation") for row in found[key]} == {str(path)}
 
 
 def test_a_short_text_is_measured_in_short_windows(tiny_source, tmp_path):
