@@ -359,9 +359,9 @@ class Writer:
             ProbeError: facts and question alone are longer, or the answers' tokens are not told apart.
         """
         asked = [self._tokens(f"\n\n{question} {word}") for word in answers]
-        shared = next(i for i in range(len(asked[0])) if len({tuple(ids[: i + 1]) for ids in asked}) > 1)
-        candidates = [ids[shared] for ids in asked]
-        if len(set(candidates)) < len(candidates):
+        shared = next((i for i, tokens in enumerate(zip(*asked, strict=False)) if len(set(tokens)) > 1), None)
+        candidates = [] if shared is None else [ids[shared] for ids in asked]
+        if len(set(candidates)) < len(answers):
             raise ProbeError(f"the tokenizer does not tell {', '.join(answers)} apart by one token")
         stated = [(place, self._tokens(f"\n\n{fact}\n\n")) for place, fact in sorted(facts)]
         room = length - len(self.start) - shared - sum(len(ids) for _, ids in stated)

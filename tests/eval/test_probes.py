@@ -7,7 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.modeling_outputs import CausalLMOutput
 
 from mha2mla.eval import probes
@@ -168,6 +171,18 @@ def test_a_tokenizer_that_cannot_tell_the_answers_apart_is_named(tmp_path):
     writer = Writer(tokenizer, SETTINGS.text)
     with pytest.raises(ValueError, match="does not tell apple, apricot, banana apart"):
         writer.question(random.Random(0), 200, [], "Fruit:", ["apple", "apricot", "banana"], 0, None)
+
+
+def test_words_that_a_tokenizer_does_not_know_are_named(tiny_source, tmp_path):
+    """A tokenizer of words makes one token of all that it does not know."""
+    known = ["<unk>", "the", "secret", "word", "of", "is", "."]
+    words = Tokenizer(WordLevel(vocab={word: place for place, word in enumerate(known)}, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+    model, settings = AutoModelForCausalLM.from_pretrained(tiny_source), replace(SETTINGS, lengths=(100,), gaps=())
+    rows, skipped = run_probes(model, model, tokenizer, settings, progress=False)
+    assert not rows and len(skipped) == len(QUESTIONS)
+    assert all("the tokenizer does not tell" in reason for reason in skipped)
 
 
 def test_chance_is_binomial():
