@@ -122,7 +122,9 @@ class Evidence:
             prefixes = [prefix for prefix in prefixes if prefix + "model" in row]
             if not prefixes:
                 raise CheckpointError(f"{path} line {number} has no answer; expected what generate --output writes")
-            prompt = row.get("prompt") or "\n".join(f"{each['role']}: {each['content']}" for each in row["messages"])
+            prompt = row.get("prompt")  # which may be empty
+            if prompt is None:
+                prompt = "\n".join(f"{each['role']}: {each['content']}" for each in row["messages"])
             for prefix in prefixes:
                 model = str(row[prefix + "model"])
                 self.answers.setdefault(prompt, {})[model] = str(row[prefix + "answer"])

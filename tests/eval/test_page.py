@@ -98,6 +98,13 @@ def test_page_shows_every_kind_of_measurement_and_asks_for_nothing(files, tmp_pa
     assert "prefers-color-scheme: dark" in page.text
 
 
+def test_an_answer_to_an_empty_prompt_is_shown(tmp_path):
+    """``mha2mla generate`` answers it where the tokenizer has a start token."""
+    answers = _answers(tmp_path / "answers.jsonl", "model", "out of nothing", prompt="")
+    assert "| model |" in (text := write_page([answers], tmp_path / "report.md").read_text())
+    assert "| out of nothing |" in text and "1 prompts" in text
+
+
 def test_folder_brings_the_reports_beside_its_weights(tiny_source, tmp_path):
     folder = tmp_path / "made"
     folder.mkdir()
