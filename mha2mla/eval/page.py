@@ -19,7 +19,7 @@ from mha2mla.checkpoints import CheckpointError, damage_named, read_object, regu
 from mha2mla.conversion.card import RECORD_FILE
 from mha2mla.environment import describe_environment
 from mha2mla.eval import generation, plots, probes, quality, tasks
-from mha2mla.eval.measurement import LatencyRows
+from mha2mla.eval.measurement import NOT_CHECKED, LatencyRows
 from mha2mla.eval.plotting import Picture, check_installed, dark_style
 from mha2mla.eval.report import VALUE_COLUMNS, filled, format_value, markdown_table, markdown_text, value_rows
 from mha2mla.files import MARKDOWN_HEAD, OutputPath, page, write_output
@@ -425,13 +425,19 @@ def _quality_command(report: Row) -> str:
         if bits := list(dict.fromkeys(re.findall(pattern, caches))):
             words += [option, ",".join(bits)]
     words += [word for key in ("probes", "generation") if report.get(key) for word in (f"--{key}",)]
+    if items := {row["num_items"] for row in report.get("probes") or () if row.get("num_items")}:
+        words += ["--probe-items", max(items)]
     return _line(*words, "--dtype", report["dtype"], "--json", "quality.json")
 
 
 def _latency_command(report: Row) -> str:
     rows = report["rows"]
+    dtypes = dict.fromkeys(row["dtype"] for row in rows if row.get("dtype"))
+    last = ["--dtype", *dtypes] if len(dtypes) == 1 else []
+    last += ["--no-check"] * any(row.get("status", "").startswith(NOT_CHECKED) for row in rows)
+    last += ["--json", "latency.json"]
     if report.get("preset"):
-        return _line("eval", "latency", "--preset", report["preset"], "--json", "latency.json")
+        return _line("eval", "latency", "--preset", report["preset"], *last)
     if report.get("random_weights"):
         words = ["--random-weights", report["random_weights"], "--layers", report["layers"]]
         for option, name in (("--kv-lora-rank", "d_c"), ("--qk-rope-head-dim", "d_r")):
@@ -446,7 +452,7 @@ def _latency_command(report: Row) -> str:
         words += [option, ",".join(map(str, sorted({row[key] for row in rows})))]
     if new := {row["new_tokens"] for row in rows if row.get("new_tokens")}:
         words += ["--new-tokens", max(new)]
-    return _line("eval", "latency", *words, "--json", "latency.json")
+    return _line("eval", "latency", *words, *last)
 
 
 def _line(*words: Any) -> str:

@@ -240,6 +240,17 @@ def test_command_measures_every_cache_again(tmp_path):
     assert options in write_page([path], tmp_path / "report.md").read_text()
 
 
+def test_commands_have_the_amounts_dtype_and_check_of_their_rows(tmp_path):
+    probe = {"probe": "one key", "measure": "accuracy", "length": 512, "chance": 0.125, "source": 1, "converted": 1}
+    probes = [{**probe, "num_items": 70, "retained": 1.0}]
+    quality = write_json(tmp_path / "q.json", kind="quality", rows=[_loss()], probes=probes, **_pair("b"))
+    row = {"op": "prefill", "batch": 1, "seqlen": 64, "status": "not checked", "implementation": "converted"}
+    latency = write_json(tmp_path / "l.json", kind="latency", rows=[{**row, "dtype": "bfloat16"}], **_pair("b"))
+    text = write_page([quality, latency], tmp_path / "report.md").read_text()
+    assert "--probes --probe-items 70 --dtype float32 --json quality.json" in text
+    assert "--seqlens 64 --dtype bfloat16 --no-check --json latency.json" in text
+
+
 def test_markdown_has_tables_and_shows_text_as_it_is(files, tmp_path):
     text = write_page(files, tmp_path / "report.md").read_text()
     assert "## Loss by length and text" in text and "<svg" not in text
