@@ -20,6 +20,7 @@ from mha2mla.conversion.card import RECORD_FILE
 from mha2mla.environment import describe_environment
 from mha2mla.eval import generation, plots, probes, quality, tasks
 from mha2mla.eval.measurement import NOT_CHECKED, LatencyRows
+from mha2mla.eval.op_latency import PRESET_COLUMNS
 from mha2mla.eval.plotting import Picture, check_installed, dark_style
 from mha2mla.eval.report import VALUE_COLUMNS, filled, format_value, markdown_table, markdown_text, value_rows
 from mha2mla.files import MARKDOWN_HEAD, OutputPath, page, write_output
@@ -341,7 +342,9 @@ def _latency_blocks(evidence: Evidence) -> Iterator[Block]:
             ]
             columns = {x: "tokens of context", "source": "sequences, source", "converted": "converted"}
             yield Block(picture.headline, table, columns, picture if len(table) > 1 else None)
-        yield Block(f"All rows of {evidence.name(report)}", rows, LatencyRows(rows).columns(), folded=True)
+        # Rows of a preset have MLA's speed-up over each implementation, not their own.
+        columns = PRESET_COLUMNS if report.get("preset") else LatencyRows(rows).columns()
+        yield Block(f"All rows of {evidence.name(report)}", rows, columns, folded=True)
     runs = [{"model": report["model"], **row} for report in evidence.reports["generate"] for row in report["rows"]]
     if runs:
         yield Block("Runs of mha2mla generate", runs)

@@ -240,6 +240,17 @@ def test_command_measures_every_cache_again(tmp_path):
     assert options in write_page([path], tmp_path / "report.md").read_text()
 
 
+def test_a_preset_says_whose_speed_up_it_has(tmp_path):
+    flash = {"us_p50": 180.0, "us": 180.0, "speed_up": 1.8, "published_ms": 5.95, "implementation": "FlashAttention-2"}
+    ours = {"us_p50": 100.0, "us": 100.0, "speed_up": 1.0, "published_ms": 3.52, "implementation": "mla_decode (x)"}
+    rows = [{"op": "attention", "batch": 8, "seqlen": 2048, "status": "ok", **row} for row in (flash, ours)]
+    path = write_json(tmp_path / "l.json", kind="latency", rows=rows, preset="llama-2-7b-decode")
+    lines = write_page([path], tmp_path / "report.md").read_text().splitlines()
+    table = lines[lines.index("**All rows of llama-2-7b-decode**") + 2 :]
+    assert table[0] == "| batch | length | implementation | µs a layer | MLA's speed-up | published ms | status |"
+    assert table[2] == "| 8 | 2,048 | FlashAttention-2 | 180.0 | 1.800 | 5.950 | ok |"
+
+
 def test_commands_have_the_amounts_dtype_and_check_of_their_rows(tmp_path):
     probe = {"probe": "one key", "measure": "accuracy", "length": 512, "chance": 0.125, "source": 1, "converted": 1}
     probes = [{**probe, "num_items": 70, "retained": 1.0}]
