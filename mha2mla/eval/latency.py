@@ -215,7 +215,8 @@ def model_rows(
         Rows with the keys of :data:`~mha2mla.eval.measurement.COLUMNS`, and ``weight_bytes`` and ``read_bytes``, what a
         step reads of the weights and of the cache: of a layer with a sliding window no more than that.
         ``ms_per_token`` of a step is its median (a step yields ``batch`` tokens at once); of ``generate``, what a call
-        of ``new_tokens`` takes longer than one of one token (``first_token_ms``), by the tokens between.
+        of ``new_tokens`` takes longer than one of one token (``first_token_ms``), by the tokens between; absent, with
+        all that follows from it, where noise makes it take no longer.
         ``tokens_per_s`` counts all sequences. On CUDA ``peak_bytes`` is what ``generate`` allocated at most, and
         ``largest_batch`` how many such sequences the device's memory would hold, estimated from it. A row that needs
         too much memory says so in its status.
@@ -466,9 +467,10 @@ def _generate_row(model: nn.Module, prompts: Tensor, new_tokens: int, check: boo
     if row["status"].startswith(WRONG):
         return row
     first, all_tokens = (median_seconds(model, prompts, count, runs) for count in (1, new_tokens))
-    per_token = (all_tokens - first) / (new_tokens - 1)
-    row |= {"us_p50": per_token * 1e6, "first_token_ms": first * 1e3, "ms_per_token": per_token * 1e3}
-    return row | {"tokens_per_s": batch / per_token}
+    per_token, row["first_token_ms"] = (all_tokens - first) / (new_tokens - 1), first * 1e3
+    if per_token <= 0:
+        return row
+    return row | {"us_p50": per_token * 1e6, "ms_per_token": per_token * 1e3, "tokens_per_s": batch / per_token}
 
 
 def greedy(model: nn.Module, prompts: Tensor, new_tokens: int, **options: Any) -> Any:

@@ -170,8 +170,9 @@ def test_cached_bytes_count_codes_scales_and_rotary_keys(layout, backend, tiny_c
 
 
 @pytest.mark.parametrize("check", [True, False])
-def test_a_sliding_source_reads_its_windows(check):
+def test_a_sliding_source_reads_its_windows(check, monkeypatch):
     """And holds them in its static cache; ``generate`` holds a token less of each."""
+    monkeypatch.setattr(latency, "median_seconds", lambda model, prompts, new_tokens, runs: new_tokens)
     model = tiny.model("gemma3_text", **tiny.GEMMA3)  # two of three layers have a window of 9
     rows = decode_step_latency({"source": model}, batch_sizes=(2,), seqlens=(5, 40), check=check, **QUICK)
     rows += model_rows(
@@ -217,6 +218,17 @@ def test_a_further_token_is_the_rest_of_a_call(tiny_converted, monkeypatch):
     assert row["tokens_per_s"] == 2 / 0.25
 
 
+@pytest.mark.parametrize("check", [True, False])
+def test_noise_is_no_speed(tiny_source, tiny_converted, monkeypatch, check):
+    """Two tokens may take less time than one, once; a token then took no time, or less."""
+    calls = {1: 2.0, 2: 1.75}
+    monkeypatch.setattr(latency, "median_seconds", lambda model, prompts, new_tokens, runs: calls[new_tokens])
+    options = {"levels": ["e2e"], "batch_sizes": [1], "seqlens": [9], "new_tokens": 2, "device": "cpu", "check": check}
+    for row in model_latency(tiny_source, tiny_converted, **options, **QUICK):
+        assert (row["status"], row["first_token_ms"]) == ("ok" if check else NOT_CHECKED, 2000.0)
+        assert not {"us_p50", "ms_per_token", "tokens_per_s", "speed_up", "of_limit"} & row.keys()
+
+
 class WrongStep:
     """Reads another token than it was given, but only when it decodes with a cache."""
 
@@ -260,7 +272,8 @@ def test_a_lucky_yardstick_makes_no_step_wrong(tiny_source):
     assert {row["status"] for row in rows} == {"ok"} and len(rows) == 12
 
 
-def test_model_latency_joins_levels_and_saves_rows(tiny_source, tiny_converted):
+def test_model_latency_joins_levels_and_saves_rows(tiny_source, tiny_converted, monkeypatch):
+    monkeypatch.setattr(latency, "median_seconds", lambda model, prompts, new_tokens, runs: new_tokens)
     saved = []
     keep = {"save": lambda rows: saved.append([dict(row) for row in rows])}
     rows = model_latency(tiny_source, tiny_converted, **keep, **ALL_LEVELS)
