@@ -19,6 +19,7 @@ from mha2mla.testing.numeric_check import NOT_CHECKED, Judgement
 from mha2mla.testing.timing import time_callable
 
 WRONG = "wrong: "  # prefix of the status of a row whose check failed
+_CPU_OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # in a RuntimeError: torch has no class for it
 
 COLUMNS = {
     "op": "op",
@@ -128,7 +129,9 @@ def unless_out_of_memory(measure: Callable[..., dict[str, Any]], *args: Any) -> 
     """``measure(*args)``, or a row whose status names the memory that was missing; that memory is free again."""
     try:
         return measure(*args)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and _CPU_OUT_OF_MEMORY not in str(error):
+            raise
         reason = str(error).partition(". ")[2].partition(". ")[0] or str(error)
     torch.cuda.empty_cache()  # after the handler, whose error holds the frames that hold the tensors
     return {"status": f"out of memory: {reason}"}

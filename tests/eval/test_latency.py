@@ -333,6 +333,21 @@ def test_too_little_memory_is_a_row(tiny_source, monkeypatch):
         assert [row["status"].partition(":")[0] for row in rows] == ["ok", "out of memory"]
 
 
+def test_too_little_memory_of_a_cpu_is_a_row():
+    def greedy(inputs: AttentionInputs):
+        return lambda: torch.empty(2**55, dtype=torch.uint8)
+
+    def broken(inputs: AttentionInputs):
+        raise RuntimeError("something else")
+
+    short = {"batch_sizes": (1,), "seqlens": (9,), "dtype": torch.float32, **QUICK}
+    row, ours = attention_latency(GEOMETRY, baselines={"greedy": greedy}, **short)
+    assert row["status"].startswith("out of memory: DefaultCPUAllocator: can't allocate memory: you tried to")
+    assert "us_p50" not in row and ours["status"] == "ok"
+    with pytest.raises(RuntimeError, match="something else"):
+        attention_latency(GEOMETRY, baselines={"broken": broken}, **short)
+
+
 def test_weights_without_room_are_rows(tiny_converted):
     def too_large():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB. GPU 0 has a total of 8 GiB.")
