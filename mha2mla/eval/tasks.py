@@ -23,6 +23,7 @@ COLUMNS = {
     "task": "task",
     "metric": "metric",
     "filter": "filter",
+    "higher_is_better": "higher is better",
     "num_samples": "samples",
     "source": "source",
     "converted": "converted",

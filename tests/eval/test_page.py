@@ -10,6 +10,7 @@ import torch
 import mha2mla
 from mha2mla.eval.page import write_page
 from mha2mla.eval.report import write_json
+from mha2mla.eval.tasks import TaskRow
 from mha2mla.trial_models import random_pair
 from tests.commands import run
 
@@ -249,6 +250,15 @@ def test_a_preset_says_whose_speed_up_it_has(tmp_path):
     table = lines[lines.index("**All rows of llama-2-7b-decode**") + 2 :]
     assert table[0] == "| batch | length | implementation | µs a layer | MLA's speed-up | published ms | status |"
     assert table[2] == "| 8 | 2,048 | FlashAttention-2 | 180.0 | 1.800 | 5.950 | ok |"
+
+
+def test_a_recovery_above_one_is_told_from_a_gain(tmp_path):
+    """A perplexity that doubles has a recovery of 2."""
+    row = TaskRow("reading", "byte_perplexity", "none", False, 4, 4.0, 8.0, None, None).to_dict()
+    path = write_json(tmp_path / "t.json", kind="tasks", rows=[row], **_pair("b"))
+    lines = write_page([path], tmp_path / "report.md").read_text().splitlines()
+    assert "| task | metric | filter | higher is better | samples | source | converted | recovery |" in lines
+    assert "| reading | byte\\_perplexity | none | no | 4 | 4.000 | 8.000 | 2.000 |" in lines
 
 
 def test_commands_have_the_amounts_dtype_and_check_of_their_rows(tmp_path):
