@@ -18,6 +18,7 @@ UNQUANTISED = "16 bits"  # cache of rows that name none, as older records
 CACHES: Mapping[str, tuple[str, Any, Any]] = {
     "source, KV codes": ("source", "source", "dashed"),
     "converted": (UNQUANTISED, "ours", "line"),
+    "rotary keys kept": ("rotary keys", "soft", "points"),
     "latent codes": ("", "other", "dashed"),
 }
 # How the names of caches begin that eval quality measures beside the model's own.

@@ -71,6 +71,7 @@ def test_loss_by_bytes_has_the_caches_of_both_models():
         _row("prose", 512, 1.05, cache="16 bits", cache_share=0.5),
         _row("stdlib", 512, 1.10, cache="16 bits", cache_share=0.5),
         _row("prose", 512, 1.15, cache="latent 4 bits, importance", cache_share=0.125),
+        _row("prose", 512, 1.06, cache="rotary keys int8", cache_share=0.75),
         _row("prose", 512, 1.02, cache="source, KV 4 bits, keys by channel", cache_share=0.27),
         _row("prose", 512, 1.04, cache="source, KV 4 bits, keys by token", cache_share=0.28),
     ]
@@ -78,6 +79,7 @@ def test_loss_by_bytes_has_the_caches_of_both_models():
     assert _curves(panel) == {
         "source, KV codes": [(0.27, 1.02), (1.0, 1.0)],  # keys by token are worse at more bytes
         "converted": [(0.5, 1.1)],
+        "rotary keys kept": [(0.75, 1.06)],
         "latent codes": [(0.125, 1.15)],
     }
 
