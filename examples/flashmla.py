@@ -1,7 +1,8 @@
 """FlashMLA's decode signature over `mla_decode`, to copy into an engine that calls FlashMLA today.
 
 Same arguments, shapes and natural-log lse as flash_mla_interface.py; any head count, width and page size from 16 on.
-Two differences: a query that sees no key has lse -inf (FlashMLA: +inf); metadata is refreshed when lengths change.
+Two differences: a query that sees no key has lse -inf (FlashMLA: +inf); metadata is refreshed when lengths change, and
+by every call in inference mode, where tensors have no version.
 """
 
 import torch
@@ -26,14 +27,14 @@ def flash_mla_with_kvcache(
     """q [B, S_q, H, d_c + d_r], k_cache [P, page, 1, d_c + d_r] -> out [B, S_q, H, d_c], lse [B, H, S_q]."""
     latent, rope = k_cache[:, :, 0, :head_dim_v], k_cache[..., head_dim_v:]
     q_latent, q_pe = q[..., :head_dim_v], q[..., head_dim_v:]
-    step, lengths = tile_scheduler_metadata, (cache_seqlens, cache_seqlens._version)
+    step, version = tile_scheduler_metadata, None if cache_seqlens.is_inference() else cache_seqlens._version
     if step.plan is None:
         step.plan = plan_mla_decode(
             q_latent, rope, block_table, cache_seqlens, qk_rope_head_dim=rope.shape[3], causal=causal
         )
-    elif step.lengths[0] is not cache_seqlens or step.lengths[1] != lengths[1]:
+    elif version is None or step.lengths[0] is not cache_seqlens or step.lengths[1] != version:
         step.plan.refresh(cache_seqlens)
-    step.lengths = lengths
+    step.lengths = (cache_seqlens, version)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     return mla_decode(
         q_latent, q_pe, latent, rope, block_table, cache_seqlens, softmax_scale=scale, causal=causal, plan=step.plan,

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from mha2mla.kernels import DecodePlan
+
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 NEEDS = {"lm_eval_task": "lm_eval", "lora": "peft", "serve_vllm": "vllm"}
 
@@ -19,3 +21,28 @@ def test_example_runs(path, monkeypatch):
         pytest.skip("no CUDA device on this machine")
     monkeypatch.setattr("sys.argv", [str(path)])
     runpy.run_path(str(path), run_name="__main__")
+
+
+def test_flashmla_runs_in_inference_mode(monkeypatch):
+    """Engines call it there, where tensors have no version by which a change of lengths would be seen."""
+    refresh, refreshed = DecodePlan.refresh, []
+
+    def counted(plan, *lengths):
+        refreshed.append(lengths[0].tolist())
+        refresh(plan, *lengths)
+
+    monkeypatch.setattr(DecodePlan, "refresh", counted)
+    functions = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "flashmla.py"))
+    decode = functions["flash_mla_with_kvcache"]
+    with torch.inference_mode():
+        q, cache = torch.randn(2, 1, 3, 40), torch.randn(4, 64, 1, 40)
+        table = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)
+        lengths, metadata = torch.tensor([70, 128], dtype=torch.int32), functions["get_mla_metadata"]()[0]
+        for taken in (0, 9):
+            lengths -= taken
+            out, _ = decode(q, cache, table, lengths, 24, metadata)
+            for b, n in enumerate(lengths.tolist()):
+                keys = cache[table[b].long(), :, 0].flatten(0, 1)[:n]
+                expected = (q[b, 0] @ keys.T * 40**-0.5).softmax(-1) @ keys[:, :24]
+                torch.testing.assert_close(out[b, 0], expected, rtol=1e-4, atol=1e-4)
+    assert refreshed[1:] == [[61, 119]]  # after the plan itself
