@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, product
@@ -124,39 +125,58 @@ def model_latency(
             model.config.rotary_key_cache = rotary_key_cache
         return model
 
-    found = unless_out_of_memory(lambda: {"model": make_converted()})
-    if "status" in found:
-        raise ValueError(f"converted does not fit into the memory of {device}: {found['status']}")
-    model = found.pop("model")
-    config, device, dtype = model.config, model.device, model.dtype
-    check_converted(config.model_type, "converted")
-    if not 0 <= layer < config.num_hidden_layers:
-        raise ValueError(f"layer is {layer}; expected 0 to {config.num_hidden_layers - 1}")
-    batch_sizes = batch_sizes or fitting_batches(model, max(seqlens))
-    del model
-    models = {"source": partial(load_model, source, "source", device=device, dtype=dtype), "converted": make_converted}
-    parts: list[Iterator[dict[str, Any]]] = []
-    if "op" in levels:
-        op = partial(
-            attention_latency, config.cached_geometry(layer), check=check, dtype=dtype, device=device,
-            page_size=page_size, softmax_scale=config.softmax_scale, backend=backend, min_run_time=min_run_time,
-        )  # fmt: skip
-        shapes = product(batch_sizes, seqlens)
-        parts.append(row for batch, seqlen in shapes for row in op(batch_sizes=(batch,), seqlens=(seqlen,)))
-    whole = [level for level in levels if level != "op"]
-    options = {"new_tokens": new_tokens, "check": check, "min_run_time": min_run_time}
-    if whole:
-        parts.append(model_rows(models, levels=whole, batch_sizes=batch_sizes, seqlens=seqlens, **options))
-    rate = copy_rate(device, min_run_time)
-    rows = LatencyRows()
-    per_shape = (len(BASELINES) + 1) * levels.count("op") + len(models) * len(whole)
-    total = per_shape * len(batch_sizes) * len(seqlens)
-    for row in progress_bar(chain(*parts), show=progress, total=total, desc="latency", unit="row"):
-        rows.append(row)
-        add_speed_ups(rows, rate)
-        if save is not None:
-            save(rows)
-    return rows
+    with _config_kept(converted, "attention_backend", "rotary_key_cache"):
+        found = unless_out_of_memory(lambda: {"model": make_converted()})
+        if "status" in found:
+            raise ValueError(f"converted does not fit into the memory of {device}: {found['status']}")
+        model = found.pop("model")
+        config, device, dtype = model.config, model.device, model.dtype
+        check_converted(config.model_type, "converted")
+        if not 0 <= layer < config.num_hidden_layers:
+            raise ValueError(f"layer is {layer}; expected 0 to {config.num_hidden_layers - 1}")
+        batch_sizes = batch_sizes or fitting_batches(model, max(seqlens))
+        del model
+        models = {
+            "source": partial(load_model, source, "source", device=device, dtype=dtype),
+            "converted": make_converted,
+        }
+        parts: list[Iterator[dict[str, Any]]] = []
+        if "op" in levels:
+            op = partial(
+                attention_latency, config.cached_geometry(layer), check=check, dtype=dtype, device=device,
+                page_size=page_size, softmax_scale=config.softmax_scale, backend=backend, min_run_time=min_run_time,
+            )  # fmt: skip
+            shapes = product(batch_sizes, seqlens)
+            parts.append(row for batch, seqlen in shapes for row in op(batch_sizes=(batch,), seqlens=(seqlen,)))
+        whole = [level for level in levels if level != "op"]
+        options = {"new_tokens": new_tokens, "check": check, "min_run_time": min_run_time}
+        if whole:
+            parts.append(model_rows(models, levels=whole, batch_sizes=batch_sizes, seqlens=seqlens, **options))
+        rate = copy_rate(device, min_run_time)
+        rows = LatencyRows()
+        per_shape = (len(BASELINES) + 1) * levels.count("op") + len(models) * len(whole)
+        total = per_shape * len(batch_sizes) * len(seqlens)
+        for row in progress_bar(chain(*parts), show=progress, total=total, desc="latency", unit="row"):
+            rows.append(row)
+            add_speed_ups(rows, rate)
+            if save is not None:
+                save(rows)
+        return rows
+
+
+@contextmanager
+def _config_kept(model: Any, *names: str) -> Iterator[None]:
+    """Puts fields of a loaded model's config back when it ends; models that are loaded later are nobody else's."""
+    fields = vars(model.config) if isinstance(model, nn.Module) else {}
+    before = {name: fields[name] for name in names if name in fields}
+    try:
+        yield
+    finally:
+        for name in names:
+            if name in before:
+                setattr(model.config, name, before[name])
+            elif name in fields:
+                delattr(model.config, name)
 
 
 def fitting_batches(model: nn.Module, seqlen: int) -> list[int]:

@@ -293,6 +293,20 @@ def test_model_latency_joins_levels_and_saves_rows(tiny_source, tiny_converted, 
     assert rows._repr_html_().count("<tr>") == len(rows) + 1
 
 
+def test_a_loaded_model_is_left_as_it_was(tiny_source):
+    """With keys kept from then on, it would cache twice the bytes."""
+    options = {"levels": ["step"], "batch_sizes": [1], "seqlens": [9], "rotary_key_cache": "bfloat16", "device": "cpu"}
+    model = models.mla_model("latent")
+    model.config.attention_backend = "mla_reference"
+    _, ours = model_latency(tiny_source, model, **options, **QUICK)
+    assert ours["status"] == "ok" and ours["cache_bytes"] > 9 * model.config.cache_bytes_per_token(4)
+    assert (model.config.attention_backend, model.config.rotary_key_cache) == ("mla_reference", "none")
+    source = LlamaForCausalLM.from_pretrained(tiny_source)
+    with pytest.raises(ValueError, match="converted has model_type 'llama'"):
+        model_latency(source, source, **options)
+    assert not {"attention_backend", "rotary_key_cache"} & vars(source.config).keys()
+
+
 @pytest.mark.parametrize("folder", ["tiny_source", "tiny_converted"])
 def test_a_cache_filled_with_noise_is_read_to_its_end(folder, request):
     model = AutoModelForCausalLM.from_pretrained(request.getfixturevalue(folder))
