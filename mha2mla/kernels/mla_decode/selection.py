@@ -92,8 +92,8 @@ def refusal(
         (not key_codes or rope <= MAX_ROPE_ALONE, d_r, f"kernels over int8 keys take at most {MAX_ROPE_ALONE}"),
     )
     sizes = (
-        (width % 8 == 0 and width <= MAX_LATENT, d_c, f"{multiples} {MAX_LATENT}"),
-        (rope % 8 == 0 and rope <= rope_limit, d_r, f"{multiples} {rope_limit} for num_rope_heads={groups}"),
+        (width % 8 == 0 and 0 < width <= MAX_LATENT, d_c, f"{multiples} {MAX_LATENT}"),
+        (rope % 8 == 0 and 0 < rope <= rope_limit, d_r, f"{multiples} {rope_limit} for num_rope_heads={groups}"),
         (groups * rope <= MAX_ROPE_WIDTH, columns, f"TileLang kernels take at most {MAX_ROPE_WIDTH}"),
     )
     return first_refusal((*own, *refusals(shape), *sizes))

@@ -128,7 +128,7 @@ def refusals(shape: Any) -> Iterator[tuple[bool, str, str]]:
     ``page_size``, ``seqlen_q`` and ``dtype``."""
     heads, page, tokens = shape.heads, shape.page_size, shape.seqlen_q
     yield shape.dtype in DTYPES, f"dtype is {shape.dtype}", f"TileLang kernels take {' and '.join(DTYPES)}"
-    yield heads <= MAX_HEADS, f"num_attention_heads is {heads}", f"TileLang kernels take at most {MAX_HEADS}"
+    yield 0 < heads <= MAX_HEADS, f"num_attention_heads is {heads}", f"TileLang kernels take 1 to {MAX_HEADS}"
     yield page >= 16 and page & (page - 1) == 0, f"page_size is {page}", "TileLang kernels take powers of two from 16"
     limit = f"decode kernels take 1 to {SEQLENS_Q[-1]} new tokens (longer queries are prefill)"
     yield 1 <= tokens <= SEQLENS_Q[-1], f"seqlen_q is {tokens}", limit

@@ -78,6 +78,7 @@ def test_bad_input_is_named(named):
     ("change", "why"),
     [
         ({"heads": 129, "num_kv_heads": 129}, "num_attention_heads is 129"),
+        ({"heads": 0, "device": "cuda:0"}, "num_attention_heads is 0"),
         ({"qk_head_dim": 12}, "qk_head_dim is 12"),
         ({"v_head_dim": 264}, "v_head_dim is 264"),
         ({"num_kv_heads": 0}, "the number of kv heads is 0; expected a divisor of H=6"),

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mha2mla.geometry import MLAGeometry
+from mha2mla.geometry import MLAGeometry, code_bytes
 from mha2mla.kernels import explain_mla_decode, mla_decode, plan_mla_decode
-from mha2mla.kernels.mla_decode.api import MLA
+from mha2mla.kernels.mla_decode.api import _OPS, MLA
 from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels, select_kernel
 from mha2mla.kernels.split_kv import op
 from mha2mla.kernels.split_kv.choice import (
@@ -254,6 +254,18 @@ def test_explanations_name_the_limit():
     assert "page_size is 48" in why(page=48)
     assert "seqlen_q is 9" in why(seqlen_q=9)
     assert "CUDA" in why()
+
+
+@pytest.mark.parametrize("form", _OPS.values(), ids=lambda form: form.name)
+@pytest.mark.parametrize(
+    ("size", "named"), [("H", "num_attention_heads"), ("d_c", "kv_lora_rank"), ("d_r", "qk_rope_head_dim")]
+)
+def test_no_kernel_is_chosen_for_nothing(form, size, named):
+    """Kernels of no heads or columns divide by them while they are made; the reference serves such calls."""
+    sizes = {"H": 4, "G": 1, "d_c": 64, "d_r": 16, "page": 64, "S_q": 1} | {size: 0}
+    sizes["row"] = code_bytes(sizes["d_c"], 4)
+    shape = form.shape(*[sizes[name] for name in form.static], "bfloat16")
+    assert form.explain(shape, "cuda:0").startswith(f"{named} is 0; ")
 
 
 @settings(max_examples=300, deadline=None)
