@@ -34,6 +34,14 @@ def argument_error(name: str, was: object, expected: object) -> ValueError:
     return ValueError(f"{name} is {was}; expected {expected}")
 
 
+def sizes_of(name: str, tensor: Tensor, dims: str) -> dict[str, int]:
+    """Sizes of a tensor, called ``name``, by the names of ``dims``. Raises ValueError for another number of them."""
+    names = dims.split()
+    if tensor.dim() != len(names):
+        raise argument_error(f"{name}.shape", tuple(tensor.shape), f"[{', '.join(names)}]")
+    return dict(zip(names, tensor.shape, strict=True))
+
+
 def check_float(name: str, dtype: torch.dtype) -> None:
     """Raise ValueError for a dtype, called ``name``, that no op takes."""
     if dtype not in _FLOATS:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernels.gqa_decode.selection import GQAShape, refusal, select_kernel
-from mha2mla.kernels.ops import Argument, dtype_name
+from mha2mla.kernels.ops import Argument, dtype_name, sizes_of
 from mha2mla.kernels.split_kv.op import PagedOp
 from mha2mla.kernels.split_kv.plan import DecodePlan
 
@@ -131,7 +131,6 @@ def plan_gqa_decode(
     Raises:
         ValueError: naming the argument, what it was and what it must be.
     """
-    sizes = dict(zip(("B", "S_q", "H", "d_qk"), q.shape, strict=True))
-    sizes |= {"page": k_cache.shape[1], "G": k_cache.shape[2]}
+    sizes = sizes_of("k_cache", k_cache, "P page G d_qk") | sizes_of("q", q, "B S_q H d_qk")
     sizes["d_v"] = sizes["d_qk"] if v_head_dim is None else v_head_dim
     return GQA.plan(sizes, q, block_table, cache_seqlens, cache_starts, causal, window, sinks, backend, num_splits)

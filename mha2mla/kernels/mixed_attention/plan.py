@@ -33,6 +33,7 @@ from mha2mla.kernels.mixed_attention.layout import (
     saves_launches,
 )
 from mha2mla.kernels.mla_decode.api import plan_mla_decode
+from mha2mla.kernels.ops import argument_error, sizes_of
 from mha2mla.kernels.rope_append.api import slots_of
 from mha2mla.kernels.split_kv.plan import DecodePlan, check_window
 
@@ -338,7 +339,7 @@ def _plan(
 ) -> MixedPlan:  # fmt: skip
     """``query`` [H, d], with the queries' dtype and device, and ``pages``: what ``decode_plan`` looks at; ``costs``: of
     the forms, where a batch may be absorbed to save launches."""
-    batch, page_size = block_table.shape[0], pages.shape[1]
+    batch, page_size = sizes_of("block_table", block_table, "B max_pages")["B"], pages.shape[1]
     if lengths.shape != (3, batch) or lengths.dtype != torch.int32 or lengths.device.type != "cpu":
         raise ValueError(
             f"lengths is {lengths.dtype} {tuple(lengths.shape)} on {lengths.device}; expected torch.int32"
@@ -350,6 +351,8 @@ def _plan(
         if tensor is not None and (tensor.shape != (batch,) or tensor.dtype != torch.int32):
             raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; expected torch.int32 {(batch,)}, [B]")
     query_lengths, cached_lengths, starts = map(tuple, lengths.tolist())
+    if (least := min(query_lengths, default=0)) < 0:
+        raise argument_error(f"lengths[0, {query_lengths.index(least)}]", least, "at least 0 new tokens")
     limits = (-1 if window is None else window, sinks)
     layout = lay_out(query_lengths, cached_lengths, starts, short, max_expanded_tokens, *limits)
     if launch_flop and layout.waves:

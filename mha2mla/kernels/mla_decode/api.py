@@ -13,7 +13,15 @@ from mha2mla.kernels.mla_decode import codes_selection, selection
 from mha2mla.kernels.mla_decode.codes_selection import CodedShape
 from mha2mla.kernels.mla_decode.quantization import CODES, KEY_CODES
 from mha2mla.kernels.mla_decode.selection import DecodeShape
-from mha2mla.kernels.ops import ALIGNMENT, Argument, argument_error, capability, dtype_name, in_plain_eager_mode
+from mha2mla.kernels.ops import (
+    ALIGNMENT,
+    Argument,
+    argument_error,
+    capability,
+    dtype_name,
+    in_plain_eager_mode,
+    sizes_of,
+)
 from mha2mla.kernels.rope_append.api import LatentRope
 from mha2mla.kernels.skinny_linear.api import project_heads
 from mha2mla.kernels.skinny_linear.selection import serves_few_tokens, serves_heads
@@ -422,7 +430,7 @@ def plan_mla_decode(
         raise argument_error(
             "rope_cache", was, "[P, page, G, d_r], or latent_cache [P, page, d_c] where k_pe is not cached"
         )
-    sizes = dict(zip(MLA.out.names, q_latent.shape, strict=True))
+    sizes = sizes_of("q_latent", q_latent, MLA.out.dims)
     sizes |= {"page": rope_cache.shape[1], "G": rope_cache.shape[2], "d_r": qk_rope_head_dim, "row": row_bytes}
     keys = KEY_CODES if rope_cache.dtype == KEY_CODES else rope_cache.dim() != 3
     return _op(latent_dtype, keys).plan(

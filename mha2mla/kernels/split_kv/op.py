@@ -14,6 +14,7 @@ from torch import Tensor
 from mha2mla.kernels.ops import (
     Argument,
     accumulator,
+    argument_error,
     capability,
     check_aligned,
     check_backend,
@@ -24,6 +25,7 @@ from mha2mla.kernels.ops import (
     load,
     num_sms,
     register,
+    sizes_of,
 )
 from mha2mla.kernels.split_kv.choice import compiled_seqlen
 from mha2mla.kernels.split_kv.plan import DecodePlan, allocate_plan, check_spans, check_splits, check_window
@@ -177,13 +179,16 @@ class PagedOp:
     ) -> DecodePlan:
         """A plan for calls of these ``sizes``, by name; of the query, dtype and device are looked at. Not filled where
         ``cache_seqlens`` is None."""
+        pages = sizes_of("block_table", block_table, "B max_pages")
+        if pages["B"] != sizes["B"]:
+            raise argument_error("block_table.shape", tuple(block_table.shape), f"[{sizes['B']}, max_pages]")
         window, sinks = check_window(window, sinks)
         check_splits(num_splits, sizes["B"])
         num_ctas = self.num_ctas(backend, *[sizes[name] for name in self.static], query.dtype, query.device)
         if num_ctas and num_splits is not None:
             num_ctas = max(1, sizes["B"] * num_splits)
         plan = allocate_plan(
-            self._out_shape(sizes), num_ctas, block_table.shape[1] * sizes["page"], causal,
+            self._out_shape(sizes), num_ctas, pages["max_pages"] * sizes["page"], causal,
             window, sinks, query.device, num_splits or 0,
         )  # fmt: skip
         if cache_seqlens is not None:

@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 
-from mha2mla.kernels import explain_gqa_decode, gqa_decode, mla_decode
+from mha2mla.kernels import explain_gqa_decode, gqa_decode, mla_decode, plan_gqa_decode
 from mha2mla.kernels.gqa_decode.selection import GQAShape, select_kernel
 from mha2mla.kernels.split_kv.choice import MAX_SPLITS, SEQLENS_Q, SHARED_MEMORY, shared_memory_limit, tile_rows
 from mha2mla.testing.problems import GQAProblem
@@ -72,6 +72,14 @@ def test_bad_input_is_named(named):
     inputs = BASE.inputs(torch.float32)
     with pytest.raises(ValueError, match=named):
         call(inputs, **BAD[named](inputs))
+
+
+@pytest.mark.parametrize(("name", "dims"), [("q", r"\[B, S_q, H, d_qk\]"), ("k_cache", r"\[P, page, G, d_qk\]")])
+def test_a_plan_of_other_dimensions_is_refused(name, dims):
+    inputs = BASE.inputs(torch.float32)
+    tensors = {key: inputs[key] for key in ("q", "k_cache", "block_table", "cache_seqlens")}
+    with pytest.raises(ValueError, match=rf"{name}.shape is \(\d+, \d+, \d+\); expected {dims}"):
+        plan_gqa_decode(**tensors | {name: tensors[name][0]})
 
 
 @pytest.mark.parametrize(

@@ -331,6 +331,10 @@ def test_refusals_of_a_plan():
         problem.plan(sinks=4)
     with pytest.raises(ValueError, match="max_expanded_tokens is 0"):
         problem.plan(max_expanded_tokens=0)
+    with pytest.raises(ValueError, match=r"block_table.shape is \(\d+,\); expected \[B, max_pages\]"):
+        replace(problem, batch=replace(problem.batch, block_table=problem.batch.block_table[:, 0])).plan()
+    with pytest.raises(ValueError, match=r"lengths\[0, 0\] is -2; expected at least 0 new tokens"):
+        replace(problem, batch=replace(problem.batch, lengths=problem.batch.lengths - 2)).plan()
     wrong = replace(problem, batch=replace(problem.batch, lengths=problem.batch.lengths[:2]))
     with pytest.raises(ValueError, match=r"lengths is torch.int32 \(2, 9\) on cpu; expected torch.int32 \(3, 9\)"):
         wrong.plan()

@@ -168,6 +168,9 @@ def test_lengths_that_are_clamped_alike_are_the_same():
 
 
 BAD_PLANS = {
+    r"q_latent.shape is \(2, 6, 24\); expected \[B, S_q, H, d_c\]": lambda i: {"q_latent": i["q_latent"][0]},
+    r"block_table.shape is \(6,\); expected \[B, max_pages\]": lambda i: {"block_table": i["block_table"][0]},
+    r"block_table.shape is \(2, 6\); expected \[3, max_pages\]": lambda i: {"block_table": i["block_table"][:2]},
     "window is 0": lambda i: {"window": 0},
     "window is -1": lambda i: {"window": -1},
     "sinks is 2 with window=None": lambda i: {"sinks": 2},
