@@ -18,6 +18,7 @@ from mha2mla.kernels.ops import (
     Argument,
     argument_error,
     capability,
+    check_beside,
     dtype_name,
     in_plain_eager_mode,
     sizes_of,
@@ -297,6 +298,10 @@ def mla_absorbed(
     Raises:
         ValueError: as :func:`mha2mla.kernels.mla_decode`.
     """
+    if out is not None:
+        check_beside("q_pe", q_pe, out=(out, q_pe.shape[:3] + v_up.shape[1:2]))
+        if not out.is_contiguous():
+            raise argument_error("out.stride()", out.stride(), "contiguous memory")
     is_plain = backend != "reference" and not torch.is_grad_enabled() and in_plain_eager_mode(q_pe)
     if k_up is None:
         q_latent = q_pe.new_zeros(*q_pe.shape[:3], v_up.shape[-1])

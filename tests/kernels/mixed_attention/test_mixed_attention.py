@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from mha2mla.kernels.mixed_attention import api
 from mha2mla.kernels.mixed_attention.api import MAX_PARTIALS, gather_rows
 from mha2mla.kernels.mla_decode.api import _up_project, mla_absorbed
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent, quantize_latent
+from mha2mla.testing.problems import Problem as MLAProblem
 from mha2mla.testing.problems import RowCodesProblem, with_keys
 from tests.gpu import no_waits
 from tests.kernels.mixed_attention.problems import (
@@ -337,6 +339,26 @@ def test_codes_are_read_where_they_lie(has_nope):
         for cache, centers in ((inputs["latent_cache"], inputs["centers"]), (latent, None))
     )
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_an_output_that_would_not_be_written_is_refused(batch):
+    """Products write into a view of it, of which other memory is a copy."""
+    inputs = MLAProblem(4, 2, 16, 8, (70, 3)[:batch]).inputs(torch.float32)
+    q_nope, maps = torch.randn(batch, 1, 4, 8), (torch.randn(2, 8, 16), torch.randn(2, 12, 16))
+    names = ("q_pe", "latent_cache", "rope_cache", "block_table", "cache_seqlens")
+    q_pe, *caches, table, lengths = (inputs[name] for name in names)
+    call = partial(mla_absorbed, q_nope, q_pe, *caches, *maps, table, lengths, softmax_scale=0.3)
+    with torch.no_grad():
+        out = torch.empty(batch, 1, 4, 12)
+        assert call(out=out) is out and torch.equal(out, call())
+        for other, message in (
+            (torch.empty(batch, 1, 12, 4).mT, r"out.stride\(\) is .*; expected contiguous memory"),
+            (torch.empty(batch, 1, 4, 13), r"out.shape is \(\d, 1, 4, 13\); expected \(\d, 1, 4, 12\)"),
+            (out.double(), "out is torch.float64 on cpu; expected torch.float32"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                call(out=other)
 
 
 @pytest.mark.parametrize("shape", [(0, 2), (3, 0), (2, 2)])
