@@ -244,9 +244,8 @@ def runs_compiled(backend: str | None, device: torch.device, *dtypes: torch.dtyp
         check_backend(backend)
     served = device.type == "cuda" and torch.float64 not in dtypes
     if backend == "tilelang" and not served:
-        raise ValueError(
-            f"backend is 'tilelang' for {dtypes[0]} on {device}; expected float32, bfloat16 or float16 on CUDA"
-        )
+        what = " and ".join(dict.fromkeys(map(str, dtypes))) or "tensors"
+        raise ValueError(f"backend is 'tilelang' for {what} on {device}; expected float32, bfloat16 or float16 on CUDA")
     return served and backend != "reference"
 
 

@@ -192,6 +192,12 @@ def test_bad_settings_are_refused_by_name(bits):
         RowQuantizer(bits)
 
 
+@pytest.mark.parametrize("made", ["encode", "round"])
+def test_a_search_by_kernels_is_refused_on_a_cpu(made):
+    with pytest.raises(ValueError, match="backend is 'tilelang' for tensors on cpu; expected .* on CUDA"):
+        getattr(RowQuantizer(4), made)(torch.ones(2, 32), backend="tilelang")
+
+
 def test_torch_compile_makes_no_kernel_of_the_search():
     """In one kernel its reductions read rows before other threads had written them."""
     graphs, quantizer = [], RowQuantizer(3)
