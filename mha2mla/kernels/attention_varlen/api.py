@@ -68,7 +68,8 @@ def attention_varlen(
         cu_seqlens_q: [B+1] int32, first query of each sequence, then the end of the last one; not read on the host.
             Rows behind the last sequence (the padding of a CUDA graph) are not written.
         cu_seqlens_k: [B+1] int32, the same for its keys and values.
-        max_seqlen_q: queries of the longest sequence, or more. A host number: it bounds the grid.
+        max_seqlen_q: queries of the longest sequence, or more. A host number: it bounds the grid. Kernels do not see
+            that it is too small, or that bounds fall or leave the tensors; the reference on the CPU refuses it.
         softmax_scale: on the scores; positive.
         causal: a query sees no later key. Aligned at the end: a sequence's last query sees all its keys, whether there
             are more keys than queries (a cache) or fewer.
@@ -239,7 +240,7 @@ def _attention_varlen_out(
         queries, keys = ([x for x in parts if x is not None] for parts in ((q, q_pe), (k, k_pe)))
         result, lse = attention_varlen_reference(
             queries, keys, v, cu_seqlens_q, cu_seqlens_k, softmax_scale=softmax_scale, causal=causal,
-            window=None if window < 0 else window, sinks=sinks,
+            window=None if window < 0 else window, sinks=sinks, max_seqlen_q=max_seqlen_q,
         )  # fmt: skip
         out.copy_(result)
         return lse
@@ -289,6 +290,7 @@ def attention_varlen_reference(
     causal: bool = True,
     window: int | None = None,
     sinks: int = 0,
+    max_seqlen_q: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``softmax(softmax_scale * sum_i queries[i] keys[i]^T) v`` of each sequence by itself.
 
@@ -297,6 +299,7 @@ def attention_varlen_reference(
         keys: parts [T_k, G_i, d_i]; query head h meets head h // (H / G_i) of part i.
         v: [T_k, G_v, d_v].
         cu_seqlens_q, cu_seqlens_k, causal, window, sinks: as in :func:`mha2mla.kernels.attention_varlen`.
+        max_seqlen_q: what a kernel would be told, or None.
 
     The arithmetic is float64 for float64 inputs and float32 for all others; only ``out`` is rounded to the input's
     dtype. Keys and values of other sequences, behind the last one, and that a query does not see are never used: NaN
@@ -305,14 +308,22 @@ def attention_varlen_reference(
     Returns:
         ``out [T_q, H, d_v]`` and ``lse [H, T_q]`` (natural log) in the dtype of the arithmetic. A query that sees no
         key, or lies behind the last sequence, gives zeros and ``-inf``.
+
+    Raises:
+        ValueError: on the CPU, where looking costs nothing, bounds that fall or leave the tensors, or a longer sequence
+            than ``max_seqlen_q``: kernels would read and write behind tensors, and leave rows unwritten.
     """
     dtype = accumulator(v.dtype)
     tokens_q, heads, _ = queries[0].shape
     tokens_k = v.shape[0]
     device = v.device
     # Sequence (-1 behind the last one), position in it and length, of every query and key
-    query_of, query_position, query_length = _positions(cu_seqlens_q, tokens_q, device)
-    key_of, key_position, key_length = _positions(cu_seqlens_k, tokens_k, device)
+    query_of, query_position, query_length = _positions("cu_seqlens_q", cu_seqlens_q, tokens_q, device)
+    key_of, key_position, key_length = _positions("cu_seqlens_k", cu_seqlens_k, tokens_k, device)
+    if max_seqlen_q is not None and device.type == "cpu" and tokens_q:
+        longest = int(torch.where(query_of >= 0, query_length, 0).max())
+        if longest > max_seqlen_q:
+            raise argument_error("max_seqlen_q", max_seqlen_q, f"at least {longest}, queries of the longest sequence")
     visible = (query_of[:, None] == key_of) & (query_of[:, None] >= 0)
     if causal:  # bottom-right aligned: the last query sees everything
         behind = (query_position - query_length)[:, None] - (key_position - key_length)  # distance to the key
@@ -332,7 +343,12 @@ def attention_varlen_reference(
     return weighted_sum(weight, visible, wide(v)).to(v.dtype), lse
 
 
-def _positions(bounds: Tensor, tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _positions(name: str, bounds: Tensor, tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    last = 0
+    for index, bound in enumerate(bounds.tolist() if device.type == "cpu" else ()):
+        if not last <= bound <= tokens:
+            raise argument_error(f"{name}[{index}]", bound, f"a number from {last} to {tokens}")
+        last = bound
     token = torch.arange(tokens, device=device, dtype=bounds.dtype)
     if bounds.shape[0] < 2:
         return torch.full_like(token, -1), token, token

@@ -115,6 +115,10 @@ def arguments(**changes):
     return given | changes
 
 
+def bounds(of: str, *numbers: int) -> dict[str, torch.Tensor]:
+    return {f"cu_seqlens_{of}": torch.tensor(numbers, dtype=torch.int32)}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -130,6 +134,11 @@ def arguments(**changes):
         ({"cu_seqlens_q": torch.tensor([0, 2, 5])}, "cu_seqlens_q.dtype is torch.int64; expected torch.int32"),
         ({"cu_seqlens_k": torch.tensor([0, 7], dtype=torch.int32)}, r"cu_seqlens_k.shape is \(2,\); expected \[3\]"),
         ({"max_seqlen_q": -1}, "max_seqlen_q is -1"),
+        ({"max_seqlen_q": 2}, "max_seqlen_q is 2; expected at least 3, queries of the longest sequence"),
+        (bounds("q", 0, 2, 6), r"cu_seqlens_q\[2\] is 6; expected a number from 2 to 5"),
+        (bounds("q", 0, 6, 5), r"cu_seqlens_q\[1\] is 6; expected a number from 0 to 5"),
+        (bounds("k", 0, 4, 3), r"cu_seqlens_k\[2\] is 3; expected a number from 4 to 7"),
+        (bounds("k", -1, 3, 7), r"cu_seqlens_k\[0\] is -1; expected a number from 0 to 7"),
         ({"softmax_scale": 0.0}, "softmax_scale is 0.0; expected a positive finite number"),
         ({"softmax_scale": float("nan")}, "softmax_scale is nan"),
         ({"window": 0}, "window is 0; expected None or at least 1"),
