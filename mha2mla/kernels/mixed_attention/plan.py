@@ -159,10 +159,13 @@ class MixedPlan:
 
     def decode_plan(self, index: int, heads: int, width: int) -> DecodePlan:
         """Plan for the call of group ``index`` with results of ``width`` elements a head. All layers share it: a call
-        like an earlier one needs few checks (``DecodePlan.memory``)."""
+        like an earlier one needs few checks (``DecodePlan.memory``). Raises ValueError where the plan was made for
+        others."""
         key = (index, heads, width)
         if key not in self._decode_plans:
             group, part = self.parts.layout.groups[index], self.parts.groups[index]
+            if (made := tuple(part.partial_out.shape[3:])) != (heads, width):  # of its workspace
+                raise ValueError(f"plan was made for [H, d] = {made} of the decode op; expected {(heads, width)}")
             self._decode_plans[key] = DecodePlan(
                 (len(group.rows), group.seqlen_q, heads, width), self.capacity, True,
                 None if self.window < 0 else self.window, self.sinks, part.schedule, part.splits, part.partial_out,

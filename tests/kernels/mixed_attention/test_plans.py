@@ -270,6 +270,14 @@ def test_a_plan_refuses_fewer_tokens_and_other_pages():
         problem.run(replace(plan, page_size=8))
 
 
+@pytest.mark.parametrize("change", [{"heads": 12}, {"latent": 32}])
+def test_a_plan_refuses_other_heads_and_widths(change):
+    """Its workspace is of those that it was made for."""
+    problem, other = (Problem.make(widths) for widths in (WIDTHS["per group"], replace(WIDTHS["per group"], **change)))
+    with pytest.raises(ValueError, match=r"plan was made for \[H, d\] = \(6, 16\) of the decode op; expected \("):
+        other.run(problem.plan())
+
+
 @pytest.mark.parametrize(("lengths", "entry"), [(([1, 3], [30, 20]), 1), (([12], [40]), 0), (([40], [9]), 2)])
 def test_a_hole_in_the_page_table_is_refused(lengths, entry):
     """In a decode, in pieces and in a wave."""
