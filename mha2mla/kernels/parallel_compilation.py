@@ -35,7 +35,7 @@ import torch
 from mha2mla.environment import usable_cores
 from mha2mla.kernels.gqa_decode.api import GQA
 from mha2mla.kernels.mla_decode.api import FP8, INT8_KEYS, LATENT, LATENT_CODES, LATENT_FP8, MLA, ROW_CODES
-from mha2mla.kernels.ops import capability, num_sms
+from mha2mla.kernels.ops import argument_error, capability, num_sms
 from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.op import PagedOp
 from mha2mla.terminal import progress_bar
@@ -228,8 +228,14 @@ class _Compilation:
 
 
 def most_processes() -> int:
-    """Processes that compile at a time, by the environment or the cores that this one may use."""
-    return int(os.environ.get("MHA2MLA_COMPILE_PROCESSES", usable_cores()))
+    """Processes that compile at a time, by the environment or the cores that this one may use. Raises ValueError for
+    another setting than a number of them."""
+    asked = os.environ.get("MHA2MLA_COMPILE_PROCESSES")
+    if asked is None:
+        return usable_cores()
+    if not asked.isdecimal():
+        raise argument_error("MHA2MLA_COMPILE_PROCESSES", repr(asked), "a whole number of processes, or 0 for none")
+    return int(asked)
 
 
 def compile_recipe(job: tuple[str, bytes]) -> None:

@@ -268,6 +268,14 @@ def test_a_noted_call_is_not_run_again(monkeypatch, tmp_path):
     assert len(ran) == 2
 
 
+@pytest.mark.parametrize("asked", ["-1", "two", "", "2.5"])
+def test_no_number_of_processes_is_named(monkeypatch, asked):
+    """Of -1 every kernel had a process of its own."""
+    monkeypatch.setenv("MHA2MLA_COMPILE_PROCESSES", asked)
+    with pytest.raises(ValueError, match=f"MHA2MLA_COMPILE_PROCESSES is '{asked}'; expected a whole number"):
+        parallel_compilation.most_processes()
+
+
 def test_kernels_that_fail_are_left_to_their_launch(monkeypatch, tmp_path):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernels.machine import listing
