@@ -232,6 +232,18 @@ def test_a_cache_of_other_rows_is_refused(latent, slots, named):
         read_codes(cache, torch.zeros(1, 1).int(), 32, quantizer, None, torch.float32)
 
 
+@pytest.mark.parametrize("pages", [0, 2])
+def test_an_entry_that_is_no_page_hides_no_other(pages):
+    """Whatever stands in a page table behind a sequence's last page; a cache may have no page at all."""
+    quantizer, rows = RowQuantizer(3), torch.randn(pages * 16, 64)
+    cache, slots = torch.zeros(pages, 16, quantizer.bytes_per_row(64), dtype=torch.uint8), torch.arange(len(rows))
+    append_codes(rows, cache, slots.int(), quantizer, None)
+    table = torch.tensor([[2147480000, *range(pages), -1]], dtype=torch.int32)
+    read = read_codes(cache, table, 64, quantizer, None, torch.float32)
+    assert read.shape == (pages + 2, 16, 64)
+    assert torch.equal(read[1 : 1 + pages].flatten(0, 1), quantizer.round(rows))
+
+
 @pytest.mark.parametrize("centers", [torch.zeros(1, 64), torch.zeros(2, 32), torch.zeros(2, 64).int()])
 def test_other_centers_and_tables_are_refused_by_name(centers):
     quantizer, cache = RowQuantizer(3), torch.zeros(2, 16, 28, dtype=torch.uint8)

@@ -277,7 +277,8 @@ def read_codes(
 ) -> Tensor:
     """Pages of a ``block_table`` [B, max_pages] with their rows dequantised: [B * max_pages, page, width].
 
-    A page that the table lacks (-1) holds anything. ``backend`` and errors: as of :func:`append_codes`.
+    An entry that is no page, such as -1, gives a page that holds anything. ``backend`` and errors: as of
+    :func:`append_codes`.
     """
     _check_cache(latent_cache, width, quantizer, centers)
     if block_table.dtype != torch.int32 or block_table.dim() != 2:
@@ -306,6 +307,16 @@ def _runs_compiled(backend: str | None, width: int, latent_cache: Tensor, dtype:
     return rows == [latent_cache.shape[2], 1] and (page | latent_cache.data_ptr()) % SCALE_BYTES == 0
 
 
+def _pages_of(
+    latent_cache: Tensor, block_table: Tensor, centers: Tensor | None, width: int, bits: int, dtype: torch.dtype
+) -> Tensor:
+    pages, page_size, _ = latent_cache.shape
+    if pages == 0:  # no entry is a page
+        return latent_cache.new_zeros(block_table.numel(), page_size, width, dtype=dtype)
+    read = latent_cache[block_table.flatten().clamp(0, pages - 1).long()]
+    return RowQuantizer(bits).decode(read, width, dtype, centers)
+
+
 _append_codes = register_kernel(
     "append_codes(Tensor latent, Tensor(a!) latent_cache, Tensor slots, Tensor? centers, int bits, bool compiled)"
     " -> ()",
@@ -318,9 +329,7 @@ _append_codes = register_kernel(
 _read_codes = register_kernel(
     "read_codes(Tensor latent_cache, Tensor block_table, Tensor? centers, int width, int bits, ScalarType dtype,"
     " bool compiled) -> Tensor",
-    lambda latent_cache, block_table, centers, width, bits, dtype: RowQuantizer(bits).decode(
-        latent_cache[block_table.flatten().clamp(min=0).long()], width, dtype, centers
-    ),
+    _pages_of,
     lambda latent_cache, block_table, centers, width, bits, dtype: latent_cache.new_empty(
         block_table.numel(), latent_cache.shape[1], width, dtype=dtype
     ),

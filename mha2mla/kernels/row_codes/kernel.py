@@ -530,7 +530,7 @@ def launch_read_codes(
     dtype: torch.dtype, out: Tensor,
 ) -> None:  # fmt: skip
     """Run the kernel; shapes as of :func:`mha2mla.kernels.read_codes`."""
-    if out.numel() == 0:
+    if out.numel() == 0 or latent_cache.numel() == 0:
         return
     with on_device(out.device):
         kernel = _compiled(compile_read_codes, out, latent_cache, bits, centers)
