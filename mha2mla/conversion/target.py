@@ -96,8 +96,8 @@ class Target(Stage):
             says fewer, in (0, 1]; exceeded by given ``latent.ranks`` alone. 1.0 is full rank: every pair stays
             rotary, the latent holds the values, the model is the source to rounding. Otherwise ``rope.share`` of the
             budget is rotary, rounded to the nearest multiple of 8 per rope head (at least 8), and what is left, rounded
-            down to a multiple of 8, is latent. In the latent layout all of it is, and 1.0 holds keys and values; ``qk_rope_head_dim`` is as wide as
-            kernels and fused attention take.
+            down to a multiple of 8, is latent. In the latent layout all of it is, and 1.0 holds keys and values;
+            ``qk_rope_head_dim`` is as wide as kernels and fused attention take.
         kv_lora_rank: latent width d_c; needs ``qk_rope_head_dim``.
         qk_rope_head_dim: rotary width d_r of a rope head, even; needs ``kv_lora_rank``.
     """
