@@ -112,7 +112,7 @@ def source_model(case: str, **keys) -> nn.Module:
 
 def mla_config(case: str = "per-group", **keys) -> MHA2MLAConfig:
     source, geometry = GEOMETRIES[case]
-    config = source_config(source)
+    config = source_config(source, **{key: keys[key] for key in ("num_hidden_layers",) if key in keys})
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     values = {
         "source_config": config.to_dict(),
