@@ -153,12 +153,18 @@ _BYTES = {"bfloat16_t": 2, "half_t": 2, "float": 4, "int": 4}  # others: one
 
 def _find_misaligned_loads(source: str) -> str:
     """Buffers to which ``tl::tma_load`` by a descriptor writes at an index with a step that is no multiple of 128
-    bytes, or that lie there themselves."""
+    bytes, or that lie there themselves.
+
+    Raises:
+        ValueError: such a load is written in another way than is read here.
+    """
     bases = {name: int(at) for name, at in re.findall(r"void\* (\w+) = .*buf_dyn_shmem \+ (\d+)", source)}
     declared = {name: dtype for dtype, name in re.findall(r"__shared__ .*?(\w+) (\w+)\[", source)}
-    target = re.compile(r"tl::tma_load(?:<[^>]*>)?\(\w+_desc.*?\(&\((?:\(\((\w+)\*\)(\w+)\)|(\w+))\[(.*?)\]\)\)")
-    found = set()
-    for dtype, view, array, index in target.findall(source):
+    target = re.compile(r"tl::tma_load(?:<[^>]*>)?\(\w+_desc.*?\(&\((?:\(\(([\w ]+)\*\)(\w+)\)|(\w+))\[(.*?)\]\)\)")
+    found, loads = set(), target.findall(source)
+    if len(loads) < (written := len(re.findall(r"tl::tma_load\w*(?:<[^>]*>)?\(\w+_desc", source))):
+        raise ValueError(f"{written - len(loads)} of {written} loads by TMA do not say where they go")
+    for dtype, view, array, index in loads:
         size = _BYTES.get(dtype or declared[array], 1)
         steps = [int(step) * size for step in re.findall(r"\* (\d+)\)", index)]
         if any(step % 128 for step in [bases.get(view, 0), *steps]):
