@@ -314,21 +314,22 @@ class LayerWalk:
     def stored(self, layer: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors in the dtypes of the checkpoint: one that was given, or those of the source that lose nothing."""
         if self.weights_dtype is not None:
-            return stored(tensors, self.weights_dtype)
+            return stored(tensors, dict.fromkeys(tensors, self.weights_dtype))
         names, source = self.adapter.attention_names(self.spec, layer), self.model.source
         weights, biases, norms = (
             widest([source.header(name).torch_dtype for field, name in names.items() if field.endswith(kinds)])
             for kinds in (("weight",), ("weight", "bias"), ("weight", "norm"))
         )
         dtypes = {name: norms if "norm" in name else biases if name.endswith("bias") else weights for name in tensors}
-        return {name: stored({name: tensor}, dtypes[name])[name] for name, tensor in tensors.items()}
+        return stored(tensors, dtypes)
 
 
-def stored(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """A converted layer's tensors as the checkpoint has them: of ``dtype``, but float32 where that would lose."""
-    full = ("inv_freq", "o_proj.bias")  # the source's two additions would lose its last bits in one
+def stored(tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
+    """A converted layer's tensors as the checkpoint has them: of ``dtypes`` by name, but float32 where that would
+    lose."""
+    full = dict.fromkeys(("inv_freq", "o_proj.bias"), torch.float32)  # one addition for the source's two: in float32
     # Contiguous, as they come back from disk: strides choose kernels, and so the last bits of what follows.
-    return {name: tensor.to(torch.float32 if name in full else dtype).contiguous() for name, tensor in tensors.items()}
+    return {name: tensor.to(full.get(name, dtypes[name])).contiguous() for name, tensor in tensors.items()}
 
 
 class _Seen(Exception):

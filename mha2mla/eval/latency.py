@@ -447,14 +447,11 @@ def _check_step(step: _DecodeStep, ids: Tensor, sequences: list[int], yardstick:
     across_forms = _judge_logits(out, yardstick, exact, ACROSS_FORMS_FACTOR)
     if not across_forms.ok:
         return across_forms
-    backend = config.attention_backend
     codes = "latent_scale" in step.cache.layers[0].tensors  # another backend must read what this one cached
-    config.attention_backend = "mla_fp8_reference" if codes else "mla_reference"
-    try:
+    with _config_kept(step.model, "attention_backend"):
+        config.attention_backend = "mla_fp8_reference" if codes else "mla_reference"
         step.move(1 - count)
         same_form = _judge_logits(out, step.last_logits(ids, count, sequences), exact)
-    finally:
-        config.attention_backend = backend
     # The reference keeps its softmax weights in float32, a kernel in the model's dtype like torch's own attention: in
     # 16 bits the expanded form is the fairer yardstick, in 32 bits the reference.
     return max(same_form, other_form, key=lambda check: check.torch_error)

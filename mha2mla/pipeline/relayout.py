@@ -176,6 +176,6 @@ def _write(arguments: Arguments, opened: OpenedFolder, model: StreamedModel, fol
         prefix = f"model.layers.{layer}.self_attn."
         own = {name.removeprefix(prefix): opened.reader.tensor(name) for name in names if name.startswith(prefix)}
         moved = latent_tensors(opened.config.layer_geometry(layer), own)
-        return moved if dtype is None else stored(moved, dtype)
+        return moved if dtype is None else stored(moved, dict.fromkeys(moved, dtype))
 
     return write_weights(arguments, model, folder, attention, names)
