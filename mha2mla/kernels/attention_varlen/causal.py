@@ -15,7 +15,7 @@ from mha2mla.kernels.ops import LIBRARY, accumulator, capability, check_scale, r
 from mha2mla.kernels.split_kv.choice import HOPPER
 
 TILE = 128  # lengths are multiples of it
-MAX_WIDTHS = 320  # d_qk + d_v, padded: kernels up to 384 compile, and no GPU has run them
+MAX_WIDTHS = 384  # d_qk + d_v, padded: what FULL_REGISTERS of the kernels goes up to
 _PADDING = 32  # widths become multiples of it
 
 

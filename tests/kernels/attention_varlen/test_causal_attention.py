@@ -75,7 +75,7 @@ def test_op_names_a_wrong_argument(name, change):
         (512, (128, 64), torch.bfloat16, "cpu", "runs on CUDA"),
         (512, (128, 64), torch.float32, "cuda", "not float32"),
         (500, (128, 64), torch.bfloat16, "cuda", "the length is 500; its gradients take multiples of 128"),
-        (512, (256, 128), torch.bfloat16, "cuda", r"d_qk \+ d_v is 384; its gradients take up to 320"),
+        (512, (256, 136), torch.bfloat16, "cuda", r"d_qk \+ d_v is 416; its gradients take up to 384"),
     ],
 )
 def test_explain_names_the_limit(length, widths, dtype, device, why):
