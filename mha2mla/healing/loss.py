@@ -68,7 +68,8 @@ class _ChunkedKL(torch.autograd.Function):
         how: tuple[tuple[nn.Module, nn.Module], int, Callable[..., tuple[Tensor, Tensor]], bool],
         *trained: Tensor,
     ) -> Tensor:
-        (student_head, teacher_head), chunk, diverge, differentiable = how
+        heads, chunk, diverge, differentiable = how
+        student_head, teacher_head = map(_cast_once, heads)
         total, gradient = None, torch.empty_like(student)
         sums = [torch.zeros_like(parameter) for parameter in trained]
         for start in range(0, len(student), chunk):
@@ -90,6 +91,17 @@ class _ChunkedKL(torch.autograd.Function):
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         gradient, *sums = (saved * scale for saved in ctx.saved_tensors)
         return gradient.to(ctx.saved_tensors[0].dtype), None, None, None, *sums
+
+
+def _cast_once(head: nn.Module) -> Callable[[Tensor], Tensor]:
+    """``head`` under autocast with a frozen weight cast here: autocast, which keeps casts of trained ones alone, would
+    cast it again for each chunk."""
+    device = next(head.parameters()).device.type
+    frozen = {name: x for name, x in head.named_parameters() if not x.requires_grad and type(x) is nn.Parameter}
+    if not (frozen and isinstance(head, nn.Linear) and torch.is_autocast_enabled(device)):
+        return head
+    cast = {name: x.to(torch.get_autocast_dtype(device)) for name, x in frozen.items()}
+    return lambda hidden: torch.func.functional_call(head, cast, (hidden,))
 
 
 def divergence(expected: Tensor, found: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

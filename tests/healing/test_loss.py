@@ -67,6 +67,31 @@ def test_heads_see_one_chunk_at_a_time():
     assert [head.most for head in heads] == [8, 8]
 
 
+class Casts(TorchDispatchMode):
+    """Counts casts of matrices of a shape."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.count += op is torch.ops.aten._to_copy.default and args[0].shape == self.shape
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("trains_head", [True, False])
+def test_autocast_casts_a_head_once(trains_head):
+    heads = [nn.Linear(6, 37).requires_grad_(trains_head), nn.Linear(6, 37).requires_grad_(False)]
+    student, teacher = torch.randn(50, 6, requires_grad=True), torch.randn(50, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        with Casts(heads[0].weight.shape) as casts:
+            loss = distillation_loss(student, teacher, *heads, chunk=8)
+        autocasts = distillation_loss(student, teacher, *map(nn.Sequential, heads), chunk=8)
+    assert casts.count == 2 + 7 * trains_head  # a trained one's gradient is cast for each chunk
+    assert torch.equal(loss, autocasts)
+    assert torch.equal(*(torch.autograd.grad(each, student)[0] for each in (loss, autocasts)))
+
+
 def test_loss_refuses_other_shapes():
     student, teacher, *heads = case()
     with pytest.raises(ValueError, match=r"student is \(13, 6\) beside teacher of \(12, 5\)"):
