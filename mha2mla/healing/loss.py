@@ -94,14 +94,14 @@ class _ChunkedKL(torch.autograd.Function):
 
 
 def _cast_once(head: nn.Module) -> Callable[[Tensor], Tensor]:
-    """``head`` under autocast with a frozen weight cast here: autocast, which keeps casts of trained ones alone, would
-    cast it again for each chunk."""
+    """A frozen ``head`` under autocast with its weights cast here: autocast, which keeps casts of trained ones alone,
+    would cast them again for each chunk."""
     device = next(head.parameters()).device.type
-    frozen = {name: x for name, x in head.named_parameters() if not x.requires_grad and type(x) is nn.Parameter}
-    if not (frozen and isinstance(head, nn.Linear) and torch.is_autocast_enabled(device)):
+    plain = type(head) is nn.Linear and all(type(x) is nn.Parameter for x in head.parameters())
+    if not plain or head.weight.requires_grad or not torch.is_autocast_enabled(device):
         return head
-    cast = {name: x.to(torch.get_autocast_dtype(device)) for name, x in frozen.items()}
-    return lambda hidden: torch.func.functional_call(head, cast, (hidden,))
+    weight, bias = (x if x is None else x.to(torch.get_autocast_dtype(device)) for x in (head.weight, head.bias))
+    return lambda hidden: nn.functional.linear(hidden, weight, bias)
 
 
 def divergence(expected: Tensor, found: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
