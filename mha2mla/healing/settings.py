@@ -45,7 +45,8 @@ class Settings:
 
     Attributes:
         preset: source of what is not given.
-        minutes: minutes of steps on this machine, whose speed is measured before and by every twentieth of them;
+        minutes: minutes of steps on this machine, whose speed is measured before and by every twentieth of them
+            (up to a quarter more follow than were planned, or fewer);
             text, compilation and evaluations come on top. None: ``tokens`` alone.
         tokens: most tokens to train on, in whole steps; None: ``minutes`` alone.
         optimizer: "orthogonal", whose step of a weight matrix is the average of orthogonalised gradients; "muon", the

@@ -35,7 +35,8 @@ WARM_UP = 0.03  # share of the steps
 _LOGS = 200
 _TIMED = 3  # passes
 _FEWEST_TIMED = 10  # steps
-_HARDLY_FEWER = 0.98  # of the steps: no reason to leave some
+_MORE = 1.25  # times the planned steps, at most
+_HARDLY_OTHER = 0.02  # of the steps: no reason to change them
 _COMPLETE, _PLANNED = "complete.json", "planned_steps"
 
 
@@ -154,11 +155,12 @@ class _Clock(TrainerCallback):
 
 
 class _Minutes(TrainerCallback):
-    """Fewer steps where a twentieth of them takes longer than was planned, as when other work begins on the machine: so
-    the rate falls to its end in time. Rows of the history say what was decided, for a run that goes on."""
+    """Other steps, at most ``most``, where a twentieth of them takes more or less time than was planned, as when other
+    work begins on the machine and ends: so the rate falls to its end in time. Rows of the history say what was decided,
+    for a run that goes on."""
 
-    def __init__(self, settings: Settings, clock: _Clock, show: bool) -> None:
-        self._settings, self._clock, self._show = settings, clock, show
+    def __init__(self, settings: Settings, clock: _Clock, most: int, show: bool) -> None:
+        self._settings, self._clock, self._most, self._show = settings, clock, most, show
         self._every, self._timed = 1, (0, 0.0)  # steps between decisions; step and seconds of the last one
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -174,11 +176,13 @@ class _Minutes(TrainerCallback):
         self._timed = state.global_step, now
         left = 60 * self._settings.minutes - now
         steps = state.global_step + max(1, int(left / (now - seconds) * made))
-        steps = int(broadcast(torch.tensor(steps, device=args.device)))  # each process has a clock of its own
-        if steps >= _HARDLY_FEWER * state.max_steps:
+        # each process has a clock of its own
+        steps = min(self._most, int(broadcast(torch.tensor(steps, device=args.device))))
+        if abs(steps - state.max_steps) <= _HARDLY_OTHER * state.max_steps:
             return
         if self._show and state.is_world_process_zero:
-            announce(f"{steps:,} steps in place of {state.max_steps:,}: they take longer than was planned")
+            how = "longer" if steps < state.max_steps else "less time"
+            announce(f"{steps:,} steps in place of {state.max_steps:,}: they take {how} than was planned")
         state.log_history.append({"step": state.global_step, _PLANNED: steps})
         _plan(args, self._settings, steps)
         state.compute_steps(args, steps)
@@ -191,7 +195,7 @@ class _Minutes(TrainerCallback):
 
 
 def _planned(state: TrainerState) -> int | None:
-    """Steps that :class:`_Minutes` has left of a run."""
+    """Steps that :class:`_Minutes` has planned last."""
     return next((row[_PLANNED] for row in reversed(state.log_history) if _PLANNED in row), None)
 
 
@@ -401,8 +405,8 @@ def train(
     one that nothing disturbed and that made as many steps.
 
     Args:
-        tokens: to train on at most, in whole steps; at least one step is made. Of ``settings.minutes`` fewer where
-            a twentieth of the steps takes longer than was planned.
+        tokens: to train on, in whole steps; at least one step is made. Of ``settings.minutes`` fewer or more, within
+            ``settings.tokens``, where a twentieth of the steps takes more or less time than was planned.
         folder: of the checkpoints: trained weights, the optimizer's state, random states.
         going_on: the checkpoint there to go on from (:func:`last_checkpoint`).
         weights, held_out_weights: [blocks, size] of the tokens' losses, each of mean 1; None: ones.
@@ -440,18 +444,21 @@ def train(
         seed=settings.seed,
     )
     step_tokens = settings.step_tokens * arguments.world_size
-    steps = max(1, tokens // step_tokens)
+    steps = most = max(1, tokens // step_tokens)
+    if settings.minutes is not None:
+        most = math.ceil(_MORE * steps)
+        most = most if settings.tokens is None else max(steps, min(most, settings.tokens // step_tokens))
     if going_on is not None:
         steps = _planned(TrainerState.load_from_json(going_on / TRAINER_STATE_NAME)) or steps
     _plan(arguments, settings, steps)
-    order = passes(blocks.lengths, per_pass, steps * step_tokens // blocks.size, settings.seed)
+    order = passes(blocks.lengths, per_pass, most * step_tokens // blocks.size, settings.seed)
     done = 0 if going_on is None else int(going_on.name.partition("-")[2])
     if done < steps and distillation.compiled:
         with waiting("compiling layers and loss", show=progress and arguments.process_index == 0):
             warm_up(distillation, blocks, per_pass)
     clock, callbacks = _Clock(device), [] if log is None else [_Log(log, step_tokens)]
     if settings.minutes is not None:
-        callbacks.append(_Minutes(settings, clock, progress))
+        callbacks.append(_Minutes(settings, clock, most, progress))
     trainer = _Trainer(
         settings,
         model=distillation,
