@@ -114,6 +114,7 @@ def measure(
     before, began = loop.progress.new_tokens, time.perf_counter()
     for _ in range(steps):
         loop.step()
+    wait()  # a step is launched before the one before is read
     seconds = time.perf_counter() - began
     made = loop.progress.new_tokens - before
     if loop.runner.uncaptured or made != batch * steps or not all(request.finished is None for request in requests):
