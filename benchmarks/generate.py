@@ -37,9 +37,11 @@ def measure(
     """One row: a batch of random prompts, of which ``new_tokens`` follow; medians over ``runs`` at most."""
     ids = torch.randint(3, model.config.vocab_size, (batch, prompt), device=model.device)
     row = {"batch": batch, "prompt": prompt, "layers": model.config.num_hidden_layers}
-    tokens = {}
-    for name, capture in (("captured", True), ("uncaptured", False)):
-        tokens[name] = greedy(model, ids, new_tokens, capture=capture)  # warms up
+    ways = {"captured": True, "uncaptured": False}
+    captured, uncaptured = (greedy(model, ids, new_tokens, capture=capture) for capture in ways.values())  # warms up
+    if not torch.equal(captured, uncaptured):
+        return row | {"status": "wrong: other tokens than uncaptured"}
+    for name, capture in ways.items():
         long, short = (median_seconds(model, ids, count, runs, capture=capture) for count in (new_tokens, 1))
         row[f"{name}_ms"] = (long - short) / (new_tokens - 1) * 1e3
         if capture:
@@ -56,9 +58,7 @@ def measure(
     row["graph_ms"] = replay_seconds(replays[0], min(new_tokens, cache.capacity - prompt - new_tokens)) * 1e3
     row["of_graph"] = row["captured_ms"] / row["graph_ms"]
     read = weight_bytes(model) + batch * prompt * model.config.cache_bytes_per_token(model.dtype.itemsize)
-    row["read_ms_at_4TBs"] = read / 4e12 * 1e3
-    same = torch.equal(tokens["captured"], tokens["uncaptured"])
-    return row | {"status": "ok" if same else "wrong: other tokens than uncaptured"}
+    return row | {"read_ms_at_4TBs": read / 4e12 * 1e3, "status": "ok"}
 
 
 @torch.inference_mode()

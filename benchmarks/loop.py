@@ -108,6 +108,8 @@ def measure(
     loop, requests = filled_loop(model, batch, context, steps + WARM_UP + 2, recorder)
     row["cache_gb"] = loop.cache.nbytes / 1e9
     row |= judge(model, loop)
+    if row["status"] != "ok":
+        return row
     for _ in range(WARM_UP):
         loop.step()
     wait()
@@ -163,8 +165,9 @@ def tokens(
         for size in dict.fromkeys((fits if name == "mha" else min(most, fits), fits)):
             row = {"layers": layers, **largest(name, model, size, context, steps)}
             if name == "mha":
-                most, source = row["batch"], source or row
-            if source is not None:
+                most = row["batch"]
+                source = source or (row if "tokens_per_s" in row else None)
+            if source is not None and "tokens_per_s" in row:
                 row["of_source"] = row["tokens_per_s"] / source["tokens_per_s"]
             table.add(row)
         del model

@@ -183,8 +183,12 @@ def measure(
         step.refresh()
         model.forward_batch(ids, step)
 
+    common = {"batch": batch, "context": context, "bytes": size, "limit_ms": size / rate * 1e3} | found
+    if common.get("status", "ok") != "ok":
+        yield common
+        ways = []
     for way in ways:
-        row = {"batch": batch, "context": context, "way": way, "bytes": size, "limit_ms": size / rate * 1e3} | found
+        row = common | {"way": way}
         if way == "parts":
             with in_parts(model):
                 graph = captured(run)
@@ -265,7 +269,7 @@ def step_timeline(
                 break
             for found in measure(model, cache, batch, context, rate["R"], min_run_time, way or ["parts", "fewer"]):
                 table.add({"layout": name, "layers": layers, **found})
-                if timeline:
+                if timeline and "layer" in found:
                     print_table(found["layer"], title=f"{name}, {batch} × {context}")
         del model, cache
         torch.cuda.empty_cache()

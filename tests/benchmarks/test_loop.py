@@ -31,3 +31,10 @@ def test_the_clock_is_read_when_the_device_is_done(model, monkeypatch):
     row = loop.measure("mla", model, 2, 20, STEPS, Tape())
     assert row["status"] == "ok" and row["tokens_per_s"] > 0
     assert events[loop.WARM_UP :] == ["wait", "clock", *["step"] * STEPS, "wait", "clock"]
+
+
+def test_a_wrong_step_gets_no_time(model, monkeypatch):
+    right = loop.distances
+    monkeypatch.setattr(loop, "distances", lambda exact, new, *rest: right(exact, new + 1, *rest))
+    row = loop.measure("mla", model, 2, 20, STEPS, Tape())
+    assert row["status"].startswith("wrong: ") and not {"tokens_per_s", "step_ms", "graph_ms"} & row.keys()

@@ -2,7 +2,8 @@
 
 import torch
 
-from benchmarks.step_timeline import build, fill, in_parts, judge, prepared, products, summary
+from benchmarks import step_timeline
+from benchmarks.step_timeline import build, fill, in_parts, judge, measure, prepared, products, summary
 
 
 @torch.no_grad()
@@ -18,6 +19,17 @@ def test_a_way_that_is_wrong_is_said_to_be():
     with in_parts(model):
         assert model.model.norm._forward_hooks and model.lm_head._forward_hooks
     assert not model.model.norm._forward_hooks and hidden is model.model.norm.weight
+
+
+@torch.no_grad()
+def test_a_wrong_step_gets_no_time(monkeypatch):
+    model = build("latent 512", 1, True, torch.device("cpu"), torch.float32)
+    cache = model.paged_cache(8, 16)
+    fill(cache)
+    right = step_timeline.distances
+    monkeypatch.setattr(step_timeline, "distances", lambda exact, new, *rest: right(exact, new + 1, *rest))
+    (row,) = measure(model, cache, 1, 40, 4e12, 0.0, ["parts", "fewer"])
+    assert row["status"].startswith("wrong: ") and "ms" not in row and cache.allocator.num_free == 8
 
 
 def test_what_products_read():
