@@ -201,11 +201,7 @@ BENCHMARK = Benchmark(
     measure=measure,
     compile=compile_launches,
     jobs=jobs,
-    peers=(
-        *("codes8_us", "kept_us", "computed_us", "copy_us", "copy_computed_us"),
-        *("codes_computed_us", "codes3_computed_us", "codes8_computed_us"),
-        *("e4m3_us", "e4m3_computed_us", "source_us"),
-    ),
+    peers=(*(column for column in forms(cases()[0].problem) if column != "us"), "copy_us", "copy_computed_us"),
     reads_cache=False,
 )
 speed = speed_of(BENCHMARK, cases)

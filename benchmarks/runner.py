@@ -34,9 +34,10 @@ COLUMNS = (
     "preset", "cache_ratio", "loss", "name", "beside", "MB", "MB_bf16", "kernel", "rows",
     "num_stages", "ctas_per_sm", "num_ctas", "splits", "error", "torch_error", "us_p20",
     "us", "us_p80", "stored_us", "bf16_us", "ratio", "us_graph_warm", "stored_us_graph", "bf16_us_graph",
-    "codes8_us", "kept_us", "kept8_us", "computed_us", "copy_us", "copy_computed_us", "source_us", "of_kept",
-    "of_source", "plan_us", "TB/s", "share", "TFLOP/s", "target_us", "met", "FlashMLA_us", "FA3_MLA_us", "Triton_us",
-    "FA3_us", "FA3_varlen_us", "FA3_batch_us", "torch_us", "of_FA3", "FA3_MHA_us", "status",
+    "codes8_us", "kept_us", "kept8_us", "computed_us", "copy_us", "copy_computed_us", "codes_computed_us",
+    "codes3_computed_us", "codes2_computed_us", "codes8_computed_us", "e4m3_us", "e4m3_computed_us", "source_us",
+    "of_kept", "of_source", "plan_us", "TB/s", "share", "TFLOP/s", "target_us", "met", "FlashMLA_us", "FA3_MLA_us",
+    "Triton_us", "FA3_us", "FA3_varlen_us", "FA3_batch_us", "torch_us", "of_FA3", "FA3_MHA_us", "status",
 )  # fmt: skip
 
 

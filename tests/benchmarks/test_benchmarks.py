@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("rich")
 
-from benchmarks import codes_decode, conversion, decode, measuring, recording, runner, sanitize
+from benchmarks import codes_decode, conversion, decode, measuring, prefill, recording, runner, sanitize
 from benchmarks.peers import checked
 from benchmarks.shapes import (
     SpeedCase,
@@ -61,6 +61,15 @@ def test_measure_checks_and_times_one_shape(measure, problem, monkeypatch):
     if "beside" in row:
         others = [row[key] for key in ("stored_us", "bf16_us", "kept_us", "kept8_us") if key in row]
         assert row["ratio"] == row["us"] / others[0] and min(others) > 0
+
+
+def test_every_peer_has_a_column():
+    benchmarks = decode.SPEED, decode.GQA, decode.LATENT, decode.KEYS, decode.FP8_SPEED, codes_decode.BENCHMARK
+    for benchmark in (*benchmarks, prefill.BENCHMARK):
+        assert set(benchmark.peers) <= set(runner.COLUMNS), benchmark.kind
+    row = codes_decode.measure(decode_case(RowCodesProblem(4, 1, 64, 16, (70,), slack=0)), True, 0.01, "cpu")
+    timed = {key for key in row if f"{key}_graph" in row}
+    assert timed <= set(codes_decode.BENCHMARK.peers), "what is missing is said in words"
 
 
 def test_a_wrong_call_beside_gets_no_time(monkeypatch):
