@@ -107,8 +107,10 @@ def measure(shape: str = "llama-3-8b", device: str = "cuda", json: str | None = 
             for name, (process, at) in begun.items():
                 row = end(name, process, at)
                 expected = expected or row.get("tokens")
-                if row.get("tokens") != expected:
-                    row.setdefault("status", "wrong: other tokens than the first row's")
+                if "status" in row:
+                    pass  # it failed
+                elif row["tokens"] != expected:
+                    row["status"] = "wrong: other tokens than the first row's"
                 elif name != "serial" and row["compiled_alone"]:
                     row["status"] = f"wrong: {row['compiled_alone']} kernels were not compiled ahead"
                 row.setdefault("status", "ok")
