@@ -32,7 +32,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measuring import Row, read_rate, start_measuring
-from benchmarks.recording import Recording, command
+from benchmarks.recording import Recording, asks_for_cpu, command
 from benchmarks.runner import PIPE_WIDTH
 from benchmarks.shapes import decode_case, with_kept_keys
 from mha2mla.eval.report import print_table
@@ -338,4 +338,4 @@ def report(table: Recording, rate: str) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(command(cliffs, cpu="cpu" in sys.argv))
+    sys.exit(command(cliffs, cpu=asks_for_cpu()))

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from benchmarks.recording import Recording, command
+from benchmarks.recording import Recording, asks_for_cpu, command
 
 TOKENS = 8
 ROWS = {"parallel": None, "filled": None, "2 cores": 2, "serial": None}  # name -> cores, None: all
@@ -119,4 +119,4 @@ def measure(shape: str = "llama-3-8b", device: str = "cuda", json: str | None = 
 
 
 if __name__ == "__main__":
-    sys.exit(command(measure, start, cpu="cpu" in sys.argv))
+    sys.exit(command(measure, start, cpu=asks_for_cpu()))

@@ -28,7 +28,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.recording import Recording, command
+from benchmarks.recording import Recording, asks_for_cpu, command
 from mha2mla.eval.measurement import in_float64
 from mha2mla.kernels import (
     LatentRope,
@@ -309,4 +309,4 @@ def prompts(
 
 
 if __name__ == "__main__":
-    sys.exit(command(prompts, cpu="cpu" in sys.argv))
+    sys.exit(command(prompts, cpu=asks_for_cpu()))

@@ -46,6 +46,11 @@ class Recording:
         return all(row.get("status", "ok") == "ok" for row in self.rows)
 
 
+def asks_for_cpu() -> bool:
+    """Whether the command line has ``--device cpu``."""
+    return bool({"cpu", "--device=cpu"} & set(sys.argv))
+
+
 def command(*verbs: Callable[..., bool], cpu: bool = False) -> int:
     """Exit status of a benchmark's command line: 1 where something is not right; ``cpu``: it runs without a GPU."""
     from cyclopts import App, Parameter

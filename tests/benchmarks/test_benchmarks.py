@@ -174,6 +174,12 @@ def test_a_verb_that_is_false_is_exit_code_1(words, code, given, monkeypatch):
     assert recording.command(first, second, cpu=True) == code and calls == given
 
 
+@pytest.mark.parametrize(("words", "asked"), [("--device cpu", True), ("--device=cpu", True), ("--device cuda", False)])
+def test_a_device_is_given_in_either_way(words, asked, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["cliffs.py", *words.split()])
+    assert recording.asks_for_cpu() is asked
+
+
 def test_flags_of_conversions_have_types(monkeypatch):
     asked = []
     monkeypatch.setattr(conversion, "measure_cases", lambda *arguments: asked.append(arguments[-1]) or True)
