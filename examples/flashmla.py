@@ -16,7 +16,7 @@ class Metadata:
     plan = lengths = None
 
 
-def get_mla_metadata(*_):
+def get_mla_metadata(*_, **__):
     return Metadata(), None
 
 

@@ -37,7 +37,8 @@ def test_flashmla_runs_in_inference_mode(monkeypatch):
     with torch.inference_mode():
         q, cache = torch.randn(2, 1, 3, 40), torch.randn(4, 64, 1, 40)
         table = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)
-        lengths, metadata = torch.tensor([70, 128], dtype=torch.int32), functions["get_mla_metadata"]()[0]
+        lengths = torch.tensor([70, 128], dtype=torch.int32)
+        metadata, _ = functions["get_mla_metadata"](lengths, 3, 1, is_fp8_kvcache=False)  # as vLLM and SGLang do
         for taken in (0, 9):
             lengths -= taken
             out, _ = decode(q, cache, table, lengths, 24, metadata)
