@@ -15,7 +15,7 @@
 #
 # Pictures of what a conversion gains, by batch and length: first the decode step and the tokens per second, then the
 # attention op alone. The source is grey, the converted model blue. Every time belongs to a call that passed a check
-# against float64, or its row says that it was not checked.
+# against float64, or a line below the table says that it was not checked.
 #
 # 1. **On record**: a model of Llama-2-7B's shape with random weights on one H200. Read from the files of
 #    `benchmarks/results`; needs no GPU.
@@ -43,6 +43,7 @@ from IPython.display import display
 import mha2mla
 from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval import model_latency, plots, print_table, write_json
+from mha2mla.testing.numeric_check import NOT_CHECKED
 from mha2mla.trial_models import fetch_smollm2, tiny_checkpoint
 
 transformers.utils.logging.disable_progress_bar()
@@ -94,6 +95,9 @@ def show(rows: list[dict], op: str) -> None:
             "speed_up": "speed-up",
         },
     )
+    unchecked = {(row["batch"], row["seqlen"]) for row in rows if row["op"] == op and row["status"] == NOT_CHECKED}
+    if unchecked:
+        print("not checked:", ", ".join(f"{batch} × {seqlen:,} tokens" for batch, seqlen in sorted(unchecked)))
 
 
 files = [recorded(name) for name in ("h200-latency-e2e", "h200-latency-e2e-contexts")]
@@ -105,7 +109,7 @@ for file in files:
 show(on_record, "decode step")
 
 # %% [markdown]
-# `generate` makes 32 or 64 tokens after each prompt. The source's is transformers' own, without graph capture; the
+# `generate` makes 32 tokens after each prompt. The source's is transformers' own, without graph capture; the
 # converted model's replays CUDA graphs.
 
 # %%

@@ -71,6 +71,19 @@ def test_saved_outputs_are_of_one_run(name):
         assert timed or "No GPU" in _printed(notebook)
 
 
+def test_rows_on_record_are_described():
+    notebook = nbformat.read(FOLDER / "compare_latencies.ipynb", as_version=4)
+    names = ("h200-latency-e2e", "h200-latency-e2e-contexts")
+    files = [FOLDER.parent / "benchmarks" / "results" / f"{name}.json" for name in names]
+    rows = [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))["rows"]]
+    rows = [row for row in rows if row["op"] == "generate"]
+    (tokens,) = {row["new_tokens"] for row in rows}
+    assert any(f"`generate` makes {tokens} tokens after each prompt" in cell.source for cell in notebook.cells)
+    unchecked = sorted({(row["batch"], row["seqlen"]) for row in rows if row["status"] == "not checked"})
+    said = ", ".join(f"{batch} × {seqlen:,} tokens" for batch, seqlen in unchecked)
+    assert unchecked and f"not checked: {said}\n" in _printed(notebook)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", NAMES)
