@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import browse
+
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 PICTURES = {"compare_latencies": 5, "convert_and_look_inside": 6, "kernel_explorer": 2}  # at least
@@ -82,6 +84,20 @@ def test_rows_on_record_are_described():
     unchecked = sorted({(row["batch"], row["seqlen"]) for row in rows if row["status"] == "not checked"})
     said = ", ".join(f"{batch} × {seqlen:,} tokens" for batch, seqlen in unchecked)
     assert unchecked and f"not checked: {said}\n" in _printed(notebook)
+
+
+def test_pictures_in_docs_are_the_notebooks_own(tmp_path, monkeypatch):
+    """After new outputs: ``python benchmarks/browse.py --notebooks``."""
+    pytest.importorskip("PIL", reason="pillow is not installed")
+    from PIL import Image, ImageChops, ImageStat
+
+    monkeypatch.setattr(browse, "ROOT", tmp_path)
+    (tmp_path / "notebooks").symlink_to(FOLDER)
+    (tmp_path / "docs").mkdir()
+    browse.notebooks()
+    for name in NAMES:
+        drawn, shown = (Image.open(root / "docs" / f"{name}.png").convert("RGB") for root in (tmp_path, FOLDER.parent))
+        assert drawn.size == shown.size and max(ImageStat.Stat(ImageChops.difference(drawn, shown)).mean) < 0.5, name
 
 
 @pytest.mark.slow
