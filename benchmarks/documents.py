@@ -46,7 +46,7 @@ class _Paragraphs(HTMLParser):
         self._hidden = 0
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._hidden += tag in _HIDDEN
+        self._hidden = 0 if tag == "body" else self._hidden + (tag in _HIDDEN)  # </head> may be left out
         if tag in _BLOCKS:
             self.pieces.append("\n\n")
 

@@ -33,3 +33,8 @@ def test_paragraphs_of_an_evaluated_text_are_left_out(tmp_path, monkeypatch):
     assert sorted(out.read_text().split("\n\n")) == sorted([KEPT, OTHER])
     with pytest.raises(SystemExit, match="which exists; expected the path of a new file"):
         documents.main([str(archive)], str(out))
+
+
+def test_a_page_without_an_end_of_its_head_has_text():
+    page = f"<html><head><title>Some</title><style>p {{}}</style><body><nav>Next</nav><p>{KEPT}</p></html>"
+    assert documents.page_text(page).split() == KEPT.split()
