@@ -59,11 +59,12 @@ def _random_tokens(vocabulary: int, windows: int, length: int, *, seed: int) -> 
 
 
 def _recipe_and_tokens(
-    preset: str | None, given: dict[str, Any], windows: int, length: int, steps: int, config: LlamaConfig
+    preset: str | None, given: dict[str, Any], windows: int, length: int, steps: int | None, config: LlamaConfig
 ) -> tuple[mha2mla.Recipe, list[torch.Tensor]]:
     """Recipe, and random windows of every length that it calibrates on."""
     lengths, tokens = (length,), windows * length
-    keys = {"calibration.tokens": tokens, "calibration.lengths": length, "fit.steps": steps}
+    given = given if steps is None else {"fit.steps": steps, **given}
+    keys = {"calibration.tokens": tokens, "calibration.lengths": length}
     recipe = mha2mla.Recipe.from_dict(
         {"preset": "minimal", **keys, **given} if preset is None else {"preset": preset, "cache_ratio": 0.5, **given}
     )
@@ -87,7 +88,7 @@ def convert_scale(
     length: int = 256,
     preset: str | None = None,
     recipe: str = "{}",
-    steps: int = 0,
+    steps: int | None = None,
     shard_mib: int = 1024,
     device: str = "cpu",
     folder: str | None = None,
@@ -103,7 +104,7 @@ def convert_scale(
         length: tokens of each.
         preset: all of it, with its own number of tokens at its own lengths.
         recipe: further keys, as JSON.
-        steps: of reconstruction.
+        steps: of reconstruction; default the preset's, none without one.
         shard_mib: of the source and the result; one is in memory.
         device: of the computation.
         folder: where to work; default the system's for such.

@@ -4,6 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
+
+from benchmarks.convert_scale import _recipe_and_tokens
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "convert_scale.py"
 
@@ -16,6 +19,13 @@ def measure(layers, tmp_path):
     command += [f"--folder={tmp_path}", f"--json={out}"]
     subprocess.run(command, check=True, capture_output=True)
     return json.loads(out.read_text())["rows"][0]
+
+
+@pytest.mark.parametrize("preset", [None, "cpu"])
+def test_steps_are_those_asked_for(preset):
+    usual, _ = _recipe_and_tokens(preset, {}, 1, 64, None, LlamaConfig())
+    asked, _ = _recipe_and_tokens(preset, {}, 1, 64, 7, LlamaConfig())
+    assert asked.fit.steps == 7 and (usual.fit.steps > 7) == (preset is not None)
 
 
 @pytest.mark.slow
