@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import mha2mla
 from benchmarks.conversion import Calibration, kv_width_of
 from benchmarks.recording import Recording, command
+from mha2mla import files
 from mha2mla.checkpoints import read_json
 from mha2mla.conversion.calibration.texts import load_text, token_windows
 from mha2mla.conversion.card import RECORD_FILE
@@ -44,6 +45,7 @@ from mha2mla.eval.plotting import Picture
 from mha2mla.eval.quality import TEXTS, QualityRow, basis_tokens, compare_caches, quantized_caches
 from mha2mla.eval.quantized_caches import ComparedCache, KVCodes, LatentCodes
 from mha2mla.eval.report import print_table
+from mha2mla.files import output_file
 from mha2mla.geometry import CODE_BLOCK
 
 LENGTHS = (512, 8192)
@@ -107,6 +109,8 @@ def study(
         json: file to write after every row.
         picture: SVG, PNG or PDF file to write in the end: the worst text's ratio by bytes, two panels a model.
     """
+    if picture is not None:
+        output_file(picture, files.picture(picture), name="picture")
     lengths = lengths or list(LENGTHS)
     measured = {"lengths": lengths, "texts": list(texts or TEXTS), "max_tokens": max_tokens}
     table = Recording("rank-and-bits", json, measured=measured)

@@ -68,3 +68,11 @@ def test_a_study_from_end_to_end(tiny_source, tmp_path, capsys, monkeypatch):
     before = converted.stat().st_mtime_ns
     assert rank_and_bits.study(**settings, only=["rank"], minutes=0.0), "nothing begins after the last minute"
     assert "no time for rank 0.584" in capsys.readouterr().err and converted.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(("name", "why"), [("rows.gif", "rows.gif"), ("notes.svg", "there and no SVG picture")])
+def test_a_picture_that_cannot_be_written_ends_it_at_once(name, why, tmp_path):
+    (tmp_path / "notes.svg").write_text("of a user's own")
+    with pytest.raises(ValueError, match=why):
+        rank_and_bits.study("nowhere", str(tmp_path), picture=str(tmp_path / name))
+    assert (tmp_path / "notes.svg").read_text() == "of a user's own"
