@@ -44,7 +44,7 @@ def main(source: str | None, work: str) -> None:
     ATTENTION_BACKENDS.register(replace(REFERENCE, name="my_backend", attend=attend, automatic=False))
     prompt, found = torch.arange(2, 34).view(2, 16), []
     for name in ("mla_reference", "my_backend"):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attention_backend=name)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attention_backend=name)
         options = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
         found.append(torch.stack(model.generate(prompt, attention_mask=torch.ones_like(prompt), **options).logits))
     assert calls  # decode steps ran it

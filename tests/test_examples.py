@@ -1,11 +1,14 @@
 """Every page of examples/ runs, and checks its own numbers."""
 
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from mha2mla.environment import cache_folder
 from mha2mla.kernels import DecodePlan
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
@@ -21,6 +24,15 @@ def test_example_runs(path, monkeypatch):
         pytest.skip("no CUDA device on this machine")
     monkeypatch.setattr("sys.argv", [str(path)])
     runpy.run_path(str(path), run_name="__main__")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["my_backend", "my_metric"])
+def test_example_takes_a_trained_model(name):
+    source = cache_folder() / "SmolLM2-135M-Instruct"
+    if not source.is_dir():
+        pytest.skip(f"{source} is not there")
+    subprocess.run([sys.executable, EXAMPLES[0].with_name(f"{name}.py"), source], check=True)
 
 
 def test_flashmla_runs_in_inference_mode(monkeypatch):
