@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import mha2mla
 from mha2mla.environment import cache_folder
 from mha2mla.kernels import DecodePlan
 
@@ -26,13 +27,29 @@ def test_example_runs(path, monkeypatch):
     runpy.run_path(str(path), run_name="__main__")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["my_backend", "my_metric"])
-def test_example_takes_a_trained_model(name):
-    source = cache_folder() / "SmolLM2-135M-Instruct"
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """SmolLM2 and a quick conversion of it."""
+    source, folder = cache_folder() / "SmolLM2-135M-Instruct", tmp_path_factory.mktemp("converted") / "mla"
     if not source.is_dir():
         pytest.skip(f"{source} is not there")
-    subprocess.run([sys.executable, EXAMPLES[0].with_name(f"{name}.py"), source], check=True)
+    keys = {"preset": "minimal", "calibration": {"tokens": 512, "lengths": 256}, "evaluation_tokens": 256}
+    mha2mla.convert(source, folder, progress=False, **keys)
+    return {"source": source, "converted": folder}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "takes"),
+    [
+        *(("my_backend", "source"), ("my_metric", "source")),
+        *(("lora", "converted"), ("long_document_chat", "converted")),
+    ],
+)
+def test_example_takes_a_trained_model(name, takes, trained):
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    subprocess.run([sys.executable, EXAMPLES[0].with_name(f"{name}.py"), trained[takes]], check=True)
 
 
 def test_flashmla_runs_in_inference_mode(monkeypatch):
