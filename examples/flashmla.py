@@ -2,7 +2,7 @@
 
 Same arguments, shapes and natural-log lse as flash_mla_interface.py; any head count, width and page size from 16 on.
 Two differences: a query that sees no key has lse -inf (FlashMLA: +inf); metadata is refreshed when lengths change, and
-by every call in inference mode, where tensors have no version.
+by every call in inference mode, where tensors have no version, and in a CUDA graph, whose replays have other lengths.
 """
 
 import torch
@@ -10,9 +10,7 @@ import torch
 from mha2mla.kernels import mla_decode, plan_mla_decode
 
 
-class Metadata:
-    """The plan of a decode step, shared by its layers; made by the first call."""
-
+class Metadata:  # the plan of a decode step, shared by its layers; made by the first call
     plan = lengths = None
 
 
@@ -27,7 +25,8 @@ def flash_mla_with_kvcache(
     """q [B, S_q, H, d_c + d_r], k_cache [P, page, 1, d_c + d_r] -> out [B, S_q, H, d_c], lse [B, H, S_q]."""
     latent, rope = k_cache[:, :, 0, :head_dim_v], k_cache[..., head_dim_v:]
     q_latent, q_pe = q[..., :head_dim_v], q[..., head_dim_v:]
-    step, version = tile_scheduler_metadata, None if cache_seqlens.is_inference() else cache_seqlens._version
+    captured, step = q.is_cuda and torch.cuda.is_current_stream_capturing(), tile_scheduler_metadata
+    version = None if captured or cache_seqlens.is_inference() else cache_seqlens._version
     if step.plan is None:
         step.plan = plan_mla_decode(
             q_latent, rope, block_table, cache_seqlens, qk_rope_head_dim=rope.shape[3], causal=causal

@@ -4,6 +4,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 import mha2mla
 from mha2mla.environment import cache_folder
 from mha2mla.kernels import DecodePlan
+from tests.gpu import graph_of
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 NEEDS = {"lm_eval_task": "lm_eval", "lora": "peft", "serve_vllm": "vllm"}
@@ -76,3 +78,23 @@ def test_flashmla_runs_in_inference_mode(monkeypatch):
                 expected = (q[b, 0] @ keys.T * 40**-0.5).softmax(-1) @ keys[:, :24]
                 torch.testing.assert_close(out[b, 0], expected, rtol=1e-4, atol=1e-4)
     assert refreshed[1:] == [[61, 119]]  # after the plan itself
+
+
+@pytest.mark.gpu
+def test_flashmla_in_a_graph_takes_the_lengths_of_its_replay():
+    decode = runpy.run_path(str(EXAMPLES[0].with_name("flashmla.py")))["flash_mla_with_kvcache"]
+    q, cache = (torch.randn(*shape, dtype=torch.bfloat16, device="cuda") for shape in ((2, 1, 3, 40), (4, 64, 1, 40)))
+    table = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32, device="cuda")
+    lengths, metadata = torch.tensor([70, 128], dtype=torch.int32, device="cuda"), SimpleNamespace(plan=None)
+
+    def step():
+        return decode(q, cache, table, lengths, 24, metadata)
+
+    step()  # compiles and plans
+    graph, (out, _) = graph_of(step)
+    lengths -= 9
+    graph.replay()
+    for b, n in enumerate(lengths.tolist()):
+        keys = cache[table[b].long(), :, 0].flatten(0, 1)[:n].double()
+        expected = (q[b, 0].double() @ keys.T * 40**-0.5).softmax(-1) @ keys[:, :24]
+        torch.testing.assert_close(out[b, 0].double(), expected, rtol=2e-2, atol=2e-2)
