@@ -30,7 +30,7 @@ _FILES = frozenset({CONFIG_FILE, INDEX_FILE, CARD_FILE, PLOT_FILE, RECORD_FILE, 
 _MOST_LISTED = 5
 
 
-def check_destination(destination: str | os.PathLike[str], source: Path | None, *, overwrite: bool) -> None:
+def check_destination(destination: str | os.PathLike[str], source: Path | None, *, overwrite: bool | None) -> None:
     """Refuses a destination before any work; changes nothing.
 
     Args:
@@ -54,8 +54,11 @@ def check_destination(destination: str | os.PathLike[str], source: Path | None, 
         try_to_write(here)
 
 
-def check_replaceable(destination: Path, *, overwrite: bool) -> None:
+def check_replaceable(destination: Path, *, overwrite: bool | None) -> None:
     """Refuses what is there already, unless it may be replaced.
+
+    Args:
+        overwrite: None: the command has no such option.
 
     Raises:
         DestinationError: it is a file, exists without ``overwrite``, is neither empty nor a converted checkpoint, holds
@@ -66,7 +69,8 @@ def check_replaceable(destination: Path, *, overwrite: bool) -> None:
     if not destination.is_dir():
         raise DestinationError(f"destination {str(destination)!r} is a file; expected a folder name")
     if not overwrite:
-        raise DestinationError(f"destination {str(destination)!r} exists; expected a new folder, or overwrite=True")
+        other = "" if overwrite is None else ", or overwrite=True"
+        raise DestinationError(f"destination {str(destination)!r} exists; expected a new folder{other}")
     if any(destination.iterdir()) and not is_converted(destination):
         raise DestinationError(
             f"destination {str(destination)!r} is neither empty nor a converted checkpoint; overwrite=True replaces"
@@ -127,7 +131,7 @@ def _sibling(final: Path, what: str) -> Path:
 def temporary_folder(
     destination: Path,
     *,
-    overwrite: bool,
+    overwrite: bool | None,
     worth_keeping: Callable[[Path], bool] = lambda work: False,
     discard: bool = False,
 ) -> Iterator[Path]:
@@ -165,7 +169,7 @@ def temporary_folder(
 
 
 def _worked_on(
-    final: Path, destination: Path, overwrite: bool, worth_keeping: Callable[[Path], bool], discard: bool
+    final: Path, destination: Path, overwrite: bool | None, worth_keeping: Callable[[Path], bool], discard: bool
 ) -> Iterator[Path]:
     temporary, old, done = (_sibling(final, what) for what in ("tmp", "old", "done"))
     work = temporary / WORK_FOLDER

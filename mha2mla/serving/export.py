@@ -68,11 +68,11 @@ def export(
     if engine not in deepseek.ENGINES:
         raise ValueError(f"engine is {engine!r}; expected one of {deepseek.ENGINES}")
     source, destination = Path(find_converted(folder, "checkpoint")), Path(destination).expanduser()
-    check_destination(destination, source, overwrite=False)
+    check_destination(destination, source, overwrite=None)
     opened = open_converted(source)
     opened.model(torch.device("cpu"), torch.float32)
     frequencies = _frequencies(opened, engine) if format == "deepseek-v3" else None
-    with temporary_folder(destination, overwrite=False) as work:
+    with temporary_folder(destination, overwrite=None) as work:
         opened.check_weights()
         copy_files(source, opened.companions, work)
         if frequencies is None:
