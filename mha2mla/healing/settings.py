@@ -146,6 +146,8 @@ class Settings:
         if unknown := sorted(given.keys() - names):
             raise ValueError(f"{unknown[0]!r:.80} is no setting of healing{did_you_mean(unknown[0], names)}")
         given = {name: value for name, value in given.items() if value is not None}
+        if "lora_rank" in given and given.get("train") != "lora":
+            raise ValueError(f"lora_rank is {given['lora_rank']!r:.80} without train='lora'; it would change nothing")
         values = {"preset": preset, **PRESETS[preset], **given}
         if "tokens" in given and "minutes" not in given:
             values["minutes"] = None

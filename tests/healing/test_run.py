@@ -650,6 +650,7 @@ def test_bad_arguments_are_refused_by_name(folders, tmp_path):
         ({"rte": 1e-4}, "'rte' is no setting of healing; did you mean 'rate'"),
         ({"rate": 0.0}, "rate is 0.0; expected a number above 0"),
         ({"rate": None, "latent_rate": 1e-3}, "latent_rate is 0.001 and rate is None; expected a rate beside it"),
+        ({"lora_rank": 4}, "lora_rank is 4 without train='lora'; it would change nothing"),
         ({"optimizer": "adam"}, "optimizer is 'adam'; expected one of 'orthogonal', 'muon', 'adamw'"),
         ({"tokens": 0}, "tokens is 0; expected a whole number"),
         ({"text": "builtin:prose", "length": 0}, "length is 0; expected a whole number of at least 4"),
