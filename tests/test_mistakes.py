@@ -46,7 +46,7 @@ def test_latency_says_which_models_it_wants(arguments, message, capsys):
         ("eval quality a b --text builtin:stdlib+builtin:prose", "is 2 texts joined by '+'; expected one: a file, "),
         ("eval quality a b --probes --probe-items 0", "--probe-items is 0; expected at least 1"),
         ("report no.json", "no.json"),
-        ("convert a b --recipe /no/such.yaml", "/no/such.yaml"),
+        ("convert a b --recipe /no/such.yaml", "recipe file /no/such.yaml is no file"),
         ("convert a b --cache-ratio 1.5", "cache_ratio is 1.5"),
         ("convert a b --preset fast", "preset is 'fast'; expected one of 'auto', 'minimal', "),
         ("convert a b --layout shraed", "'latent'; did you mean 'shared'?"),

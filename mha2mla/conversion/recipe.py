@@ -393,8 +393,8 @@ def recipe_file(path: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is no YAML mapping of recipe keys.
     """
-    if Path(path).exists() and not Path(path).is_file():  # opening a pipe would wait for a writer
-        raise ValueError(f"recipe file {path} is no regular file")
+    if not Path(path).is_file():  # opening a pipe would wait for a writer
+        raise ValueError(f"recipe file {path} is no file")
     try:
         with open(path, encoding="utf-8") as file:
             values = yaml.load(file, PlainLoader)
