@@ -25,6 +25,7 @@ from tests.few import each
         (("--random-weights", "tiny", "--layers", "0"), "layers is 0; expected 1 or more"),
         (("a", "b", "--layout", "latent", "--layers", "2"), "--layout, --layers is given beside SOURCE and CONVERTED"),
         (("--preset", "llama-2-7b-decode", "--level", "e2e"), "--level is given beside --preset"),
+        (("--preset", "llama-2-7b-decode", "--layer", "1", "--new-tokens", "8"), "--new-tokens, --layer is given bes"),
     ],
 )
 def test_latency_says_which_models_it_wants(arguments, message, capsys):
@@ -45,6 +46,7 @@ def test_latency_says_which_models_it_wants(arguments, message, capsys):
         ("eval quality a b --text generated", "text 'generated' is made up by a model, for calibration; expected"),
         ("eval quality a b --text builtin:stdlib+builtin:prose", "is 2 texts joined by '+'; expected one: a file, "),
         ("eval quality a b --probes --probe-items 0", "--probe-items is 0; expected at least 1"),
+        ("eval quality a b --probe-items 5", "--probe-items is 5; expected at least 1, beside --probes"),
         ("report no.json", "no.json"),
         ("convert a b --recipe /no/such.yaml", "recipe file /no/such.yaml is no file"),
         ("convert a b --cache-ratio 1.5", "cache_ratio is 1.5"),

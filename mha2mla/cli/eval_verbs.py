@@ -35,7 +35,7 @@ def eval_quality(
     latent_bits: str = "",
     rotary_key_cache: str = "",
     probes: bool = False,
-    probe_items: int = 20,
+    probe_items: int | None = None,
     generation: bool = False,
     device: Device = None,
     dtype: Dtype = "float32",
@@ -60,15 +60,15 @@ def eval_quality(
             computed ones: modes joined by commas, such as bfloat16,int8.
         probes: also ask what needs far context: keys, variable tracking, arithmetic, a span that occurs again; of every
             cache that is compared, each in as much time again.
-        probe_items: questions or spans of each probe at each length.
+        probe_items: questions or spans of each probe at each length; default 20.
         generation: also compare greedy continuations.
         dtype: the models compute in it.
     """
     record = report_file(json, "quality", source, converted, *(text or ()))
     for name in text or ():
         check_single_text(name)
-    if probe_items < 1:
-        raise ValueError(f"--probe-items is {probe_items}; expected at least 1")
+    if probe_items is not None and (probe_items < 1 or not probes):
+        raise ValueError(f"--probe-items is {probe_items}; expected at least 1, beside --probes")
     find_pair(source, converted)
     announce(f"loading {source} and {converted}", thread_hint(device))
     from mha2mla.eval import evaluate_quality, quality
@@ -83,7 +83,7 @@ def eval_quality(
         lengths=quality.parse_lengths(lengths),
         max_tokens=max_tokens,
         caches=quality.parse_caches(kv_bits, latent_bits, rotary_key_cache),
-        probes=probes and probe_items,
+        probes=probes and (probe_items or True),
         generation=generation,
         device=device,
         dtype=dtype,
@@ -156,7 +156,7 @@ def eval_latency(
     level: Annotated[list[Literal["op", "step", "prefill", "e2e"]] | None, SEVERAL] = None,
     batch_sizes: Numbers = None,
     seqlens: Numbers = None,
-    new_tokens: int = 64,
+    new_tokens: int | None = None,
     random_weights: ShapeName | None = None,
     layout: LayoutName | None = None,
     cache_ratio: float | None = None,
@@ -167,8 +167,8 @@ def eval_latency(
     no_check: bool = False,
     device: Device = None,
     dtype: Dtype | None = None,
-    page_size: int = 64,
-    layer: int = 0,
+    page_size: int | None = None,
+    layer: int | None = None,
     backend: Literal["tilelang", "reference"] | None = None,
     rotary_key_cache: RotaryKeyCache = None,
     min_run_time: float = 0.5,
@@ -190,7 +190,7 @@ def eval_latency(
             (generate: first token, further tokens, memory, largest batch); default op and step.
         batch_sizes: sequences per call, such as 1,8; default those of 1, 8, 64 and 256 that fit.
         seqlens: cached tokens, such as 512,2048 (the default).
-        new_tokens: tokens that generate makes.
+        new_tokens: tokens that generate makes; default 64.
         random_weights: a well-known shape with random weights in place of checkpoints, and its conversion by layout,
             cache_ratio and widths.
         layout: layout of the converted random model; default latent.
@@ -201,8 +201,8 @@ def eval_latency(
         preset: attention at shapes with published times, beside these times; takes no models.
         no_check: compare nothing with float64, and say so in every row.
         dtype: dtype of the computation; default bfloat16 on CUDA, float32 on a CPU.
-        page_size: tokens per page in the attention op.
-        layer: layer whose geometry the attention op has.
+        page_size: tokens per page in the attention op; default 64.
+        layer: layer whose geometry the attention op has; default 0.
         backend: backend of the decode op; by default it chooses itself.
         min_run_time: seconds of measurement per row.
     """
@@ -210,7 +210,7 @@ def eval_latency(
     target = {"layout": layout, "cache_ratio": cache_ratio}
     target |= {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim}
     asked = {"level": level, "batch_sizes": batch_sizes, "seqlens": seqlens, "backend": backend}
-    asked["rotary_key_cache"] = rotary_key_cache
+    asked |= {"rotary_key_cache": rotary_key_cache, "new_tokens": new_tokens, "page_size": page_size, "layer": layer}
     _check_models(source, converted, random_weights, preset, target | {"layers": layers}, asked)
     if source is not None:
         find_checkpoint(source, "source")
@@ -247,7 +247,6 @@ def eval_latency(
 
         asked["levels"] = asked.pop("level")
         options |= {name: value for name, value in asked.items() if value is not None}
-        options |= {"new_tokens": new_tokens, "page_size": page_size, "layer": layer}
         rows = model_latency(source, converted, progress=True, save=save, **options)
         print(title)
         for op, shown, columns in rows.tables():
