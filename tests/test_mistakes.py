@@ -56,6 +56,7 @@ def test_latency_says_which_models_it_wants(arguments, message, capsys):
         ("convrt --help", 'Unknown command "convrt". Did you mean "convert"?'),
         ("eval qualty -h", 'Unknown command "qualty". Did you mean "quality"?'),
         ("help convrt", 'Unknown command "convrt". Did you mean "convert"?'),
+        ("convert a b --calibration.text nosuch.txt", ":COLUMN]]], generated or generated-diverse ("),
         ("convert a b --calibration.text nosuch.txt", "text 'nosuch.txt' is no file; expected a file, builtin:pydoc,"),
         ("convert a b --calibration.text builtin:opticks+builtin:stdlb", "did you mean 'builtin:stdlib'?"),
         ("convert a b --latent.ranks uneven", "latent.ranks is 'uneven'; expected 'uniform', 'measured' or a list of"),

@@ -111,15 +111,15 @@ def check_text(name: str | Path) -> None:
         ValueError: a part is neither a name nor a file.
     """
     for part in text_parts(name):
-        _check_part(part)
+        _check_part(part, f"{_EXPECTED}, {GENERATED} or {DIVERSE}")
 
 
-def _check_part(name: str) -> None:
+def _check_part(name: str, expected: str = _EXPECTED) -> None:
     if name.startswith(BUILTIN):
         if name not in BUILTINS:
-            raise ValueError(f"text {name!r} is unknown; expected {_EXPECTED}{did_you_mean(name, BUILTINS)}")
+            raise ValueError(f"text {name!r} is unknown; expected {expected}{did_you_mean(name, BUILTINS)}")
     elif name not in (GENERATED, DIVERSE) and not name.startswith(DATASET):
-        _file(name)
+        _file(name, expected)
 
 
 def text_identity(name: str | Path) -> str:
@@ -146,10 +146,10 @@ def text_parts(name: str | Path) -> list[str]:
     return [str(name)] if Path(name).is_file() else str(name).split("+")
 
 
-def _file(name: str) -> Path:
+def _file(name: str, expected: str = _EXPECTED) -> Path:
     if not Path(name).is_file():
         close = did_you_mean(name, (*BUILTINS, GENERATED, DIVERSE))
-        raise ValueError(f"text {name!r} is no file; expected {_EXPECTED}{close}")
+        raise ValueError(f"text {name!r} is no file; expected {expected}{close}")
     return Path(name)
 
 
