@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mha2mla.conversion.extension import CalibrationSource, register
+    from mha2mla.conversion.latent.basis import BasisRule
     from mha2mla.conversion.latent.rules import LowRankRule
     from mha2mla.conversion.presets import PRESETS as presets
     from mha2mla.conversion.recipe import Recipe
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 # Name → where it is, and what it is called there.
 _LAZY = {
+    "BasisRule": "mha2mla.conversion.latent.basis:BasisRule",
     "CalibrationSource": "mha2mla.conversion.extension:CalibrationSource",
     "ConversionReport": "mha2mla.pipeline:ConversionReport",
     "HealingReport": "mha2mla.healing.record:HealingReport",
@@ -56,7 +58,7 @@ _LAZY = {
 }
 
 __all__ = [
-    "CalibrationSource", "ConversionReport", "HealingReport", "Inspection", "LatentCache", "LowRankRule",
+    "BasisRule", "CalibrationSource", "ConversionReport", "HealingReport", "Inspection", "LatentCache", "LowRankRule",
     "MHA2MLAConfig", "MHA2MLAForCausalLM", "MLAGeometry", "QualityReport", "Recipe", "RopeRule", "__version__",
     "convert", "evaluate_quality", "heal", "inspect", "load", "model_latency", "presets", "register",
 ]  # fmt: skip

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from mha2mla.conversion.latent.basis import BasisRule, Importance, LatentStatistics, LatentTap, latent_statistics
+from mha2mla import BasisRule
+from mha2mla.conversion.latent.basis import Importance, LatentStatistics, LatentTap, latent_statistics
 from mha2mla.kernels import RowQuantizer
 from mha2mla.terminal import Span, StagedBar
 from tests.modeling import models
