@@ -130,7 +130,8 @@ RecipeFlags = make_dataclass("RecipeFlags", _recipe_flags(), namespace={"__modul
 HealingFlags = make_dataclass("HealingFlags", _healing_flags(), namespace={"__module__": __name__})
 HEALING = Group("Settings", help="Flags override the preset, which has minutes, text, windows and batches.")
 RECIPE = Group(
-    "Recipe", help="Flags override --recipe, the file the preset. A default is shown where every machine has the same."
+    "Recipe",
+    help="Flags override --recipe, which overrides the preset. Defaults that depend on the machine are not shown.",
 )
 
 

@@ -137,9 +137,9 @@ def heal(
         converted: folder or hub id of a conversion of it; never written to.
         destination: folder to write, atomically.
         preset: quick, standard or long, for 5, 15 or 480 minutes of training, with their text, windows and batches.
-        text: generated-diverse, which the source writes at temperature 1 in many languages and formats, generated, with
-            fewer of them, a file, hf:DATASET, or several joined by +, one that is named n times for n shares: better,
-            half of it or more yours, generated-diverse+notes.txt.
+        text: generated-diverse (the source writes it, in many languages and formats), generated (in fewer), a file,
+            hf:DATASET, or several joined by +, each with a share for every time that it is named. Better, half of it or
+            more is yours: generated-diverse+notes.txt.
         dtype: dtype of the written weights; default the conversion's.
         overwrite: replace a destination that is empty or converted.
         resume: auto continues from the last checkpoint of a killed run; never starts anew.
