@@ -1,4 +1,4 @@
-# `make demo` runs the main job, `make test` runs every test. Both build their own virtual environment first.
+# `make demo` runs the main job, `make test` all tests but the exhaustive ones. Both build their own virtual environment first.
 #
 #   PYTHON=python3.12        the interpreter that the environment is made from (3.11 or newer)
 #   VENV=.venv               where the environment lives
@@ -38,7 +38,7 @@ demo: $(STAMP)  ## convert a first model, compare it, show what it gives
 	$(BIN)/mha2mla demo $(DEMO)
 
 # Tests start some hundred processes, each of which would compile the sources anew.
-test: $(STAMP)  ## every test
+test: $(STAMP)  ## all tests but the exhaustive ones
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST)
 
 docs: $(STAMP)  ## the site, in build/site
@@ -57,7 +57,7 @@ notebook: $(STAMP)  ## notebooks from their sources
 	$(BIN)/jupytext --update --to ipynb notebooks/*.py
 
 # What the notebooks are committed with; on a GPU with the times of that GPU.
-notebook-outputs: notebook  ## and their outputs
+notebook-outputs: notebook  ## notebooks with their outputs
 	for each in notebooks/*.ipynb; do \
 	  MHA2MLA_NOTEBOOK_MODEL=$${MHA2MLA_NOTEBOOK_MODEL:-smollm2} $(BIN)/jupyter-execute --inplace --timeout=3600 $$each || exit 1; done
 
