@@ -42,7 +42,7 @@ _FITTED: dict[str, Any] = {
 # Keys that each preset sets beside the stages' own defaults.
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        # The defaults alone: seconds, and text that no model must write. To try things with, not to keep.
+        # The defaults alone: little text, which no model must write. To try things with, not to keep.
         NO_PRESET: {},
         # arXiv 2502.14837: partial RoPE by the 2-norm, head by head, and one SVD of the stacked weights.
         "published-mha2mla": {
