@@ -359,6 +359,7 @@ class MHA2MLAPreTrainedModel(PreTrainedModel):
         """
         source = self.config.build_source_config()
         source._attn_implementation = self.config._attn_implementation
+        source._experts_implementation = self.config._experts_implementation
         source.base_model_tp_plan = self._tensor_parallel_plan(source)
         model = MODEL_MAPPING[type(source)](source)
         layers = getattr(model, "layers", None)

@@ -38,6 +38,12 @@ def test_round_trip(case, dtype, tmp_path):
     assert torch.equal(again(ids).logits, model.to(dtype)(ids).logits)
 
 
+def test_experts_run_as_from_pretrained_is_told(tmp_path):
+    models.full_rank(models.source_model("mixtral")).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager")
+    assert model.model.config._experts_implementation == "eager"
+
+
 def test_names_are_the_sources_outside_attention():
     source, model = models.source_model("qwen3"), models.mla_model("per-head")
     ours, theirs = ({name for name in m.state_dict() if ".self_attn." not in name} for m in (model, source))
