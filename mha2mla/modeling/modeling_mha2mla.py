@@ -358,6 +358,7 @@ class MHA2MLAPreTrainedModel(PreTrainedModel):
             ValueError: its layers have no ``self_attn`` to replace.
         """
         source = self.config.build_source_config()
+        source.dtype = self.config.dtype  # some families make an activation's parameters of it
         source._attn_implementation = self.config._attn_implementation
         source._experts_implementation = self.config._experts_implementation
         source.base_model_tp_plan = self._tensor_parallel_plan(source)

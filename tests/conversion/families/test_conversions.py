@@ -37,6 +37,13 @@ def test_full_rank_reproduces_the_source(case, layout, checkpoint_of, tmp_path):
     assert torch.equal(converted.generate(**prompt, past_key_values=DynamicCache(), **options), expected)
 
 
+def test_activations_with_parameters_run_in_the_dtype_of_loading(checkpoint_of, tmp_path):
+    convert(checkpoint_of("apertus"), tmp_path / "out", FULL)
+    tokens = tiny.some_tokens()
+    narrow = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16).eval()
+    assert relative(narrow(tokens).logits, loaded(tmp_path / "out").to(torch.bfloat16)(tokens).logits) == 0
+
+
 @pytest.mark.parametrize("case", ["qwen2-moe", "gemma3", "olmo3-yarn"])
 def test_families_that_mask_by_a_window_run_without_one(case, checkpoint_of, tmp_path):
     convert(checkpoint_of(case), tmp_path / "out", FULL)
