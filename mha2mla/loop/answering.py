@@ -35,14 +35,20 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, task: Mapping[str, Any], chat:
     """Tokens of a prompt as it stands, or, of messages and with ``chat``, by the tokenizer's chat template.
 
     Raises:
-        ValueError: the tokenizer has no such template.
+        ValueError: the tokenizer has no such template, or it or its template refuses the text or the messages.
     """
-    if "messages" not in task and not chat:
-        return tokenizer(task["prompt"]).input_ids
-    if not tokenizer.chat_template:
+    name = "messages" if "messages" in task else "prompt"
+    by_template = chat or name == "messages"
+    if by_template and not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template; expected one for messages, or prompts without --chat")
-    messages = task.get("messages") or [{"role": "user", "content": task["prompt"]}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    try:
+        if not by_template:
+            return tokenizer(task["prompt"]).input_ids
+        messages = task["messages"] if name == "messages" else [{"role": "user", "content": task["prompt"]}]
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    except Exception as error:  # templates are programs of the checkpoint's; half a surrogate pair is no text
+        what = "chat template" if by_template else "tokenizer"
+        raise ValueError(f"the {what} does not take {name} {task[name]!r:.200}: {error}") from error
 
 
 def answer_text(tokenizer: PreTrainedTokenizerBase, request: Request) -> str:
@@ -141,10 +147,8 @@ class Conversation:
             ValueError: the conversation is longer than the loop takes.
         """
         messages = [*self._messages, {"role": "user", "content": text}]
-        if self._tokenizer.chat_template:
-            prompt = token_ids(self._tokenizer, {"messages": messages}, True)
-        else:
-            prompt = self._tokenizer("".join(message["content"] for message in messages)).input_ids
+        whole = {"prompt": "".join(message["content"] for message in messages)}
+        prompt = token_ids(self._tokenizer, {"messages": messages} if self._tokenizer.chat_template else whole, False)
         began, first, shown = time.perf_counter(), None, ""
         request = self._loop.add(prompt, self._sampling)
         try:

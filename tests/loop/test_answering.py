@@ -216,6 +216,23 @@ def test_messages_need_a_template(tiny_converted):
     )
 
 
+@pytest.mark.parametrize(
+    ("task", "named"),
+    [
+        ({"prompt": "a \udcff"}, "the tokenizer does not take prompt 'a .udcff'"),
+        ({"messages": [{"role": "system", "content": "a"}]}, "the chat template does not take messages .*: no system"),
+        ({"messages": [3]}, r"the chat template does not take messages \[3\]"),
+        ({"messages": []}, r"the chat template does not take messages \[\]"),
+    ],
+)
+def test_what_a_tokenizer_or_its_template_refuses_is_named(task, named, tiny_converted):
+    _, tokenizer = mha2mla.load(tiny_converted, device="cpu")
+    refuse = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('no system role') }}{% endif %}"
+    tokenizer.chat_template = refuse + TEMPLATE
+    with pytest.raises(ValueError, match=named):
+        token_ids(tokenizer, task, False)
+
+
 @pytest.mark.parametrize("template", [None, TEMPLATE])
 def test_a_conversation_goes_on_over_what_it_cached(tiny_converted, template):
     model, tokenizer = mha2mla.load(tiny_converted, device="cpu")
