@@ -24,13 +24,17 @@ def read_prompts(path: str | Path) -> list[dict[str, Any]]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a line is something else, with its number; or there is none.
+        ValueError: it is not UTF-8, a line is something else, with its number; or there is none.
     """
     if not Path(path).exists():
         raise FileNotFoundError(f"file is {str(path)!r}, which is not there; expected JSON Lines with prompts")
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from error
     found = []
     # JSON leaves U+0085, U+2028 and U+2029 in texts, which str.splitlines takes for ends of lines.
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:

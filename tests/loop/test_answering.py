@@ -172,6 +172,9 @@ def test_lines_that_are_no_prompts(tmp_path):
         path.write_text('{"prompt": "a"}\n\n' + text + "\n")
         with pytest.raises(ValueError, match=f"line 3 .*{what}"):
             read_prompts(path)
+    path.write_bytes(b'{"prompt": "caf\xe9"}')
+    with pytest.raises(ValueError, match=r"prompts\.jsonl is not UTF-8"):
+        read_prompts(path)
 
 
 def test_equal_prompts_each_get_an_answer(tmp_path):
