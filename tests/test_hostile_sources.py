@@ -117,6 +117,8 @@ FAMILIES = [
     ("mistral-sliding", {"sliding_window": -9}, "sliding_window"),
     ("mistral-sliding", {"sliding_window": "9"}, "sliding_window"),
     ("mistral-sliding", {"sliding_window": NAN}, "sliding_window"),
+    ("qwen2-sliding", {"sliding_window": None}, "sliding_window"),
+    ("gemma3", {"sliding_window": None}, "sliding_window"),
     ("qwen2-sliding", {"layer_types": ["full_attention"]}, "layer_types"),
     ("qwen2-sliding", {"layer_types": ["full_attention", "linear_attention"]}, "layer_types"),
     ("qwen2-sliding", {"layer_types": "full_attention"}, "layer_types"),

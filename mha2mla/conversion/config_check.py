@@ -133,6 +133,8 @@ def check_config(values: Mapping[str, Any], tensors: Collection[str] = ()) -> No
     for name in ("layer_types", "no_rope_layers"):
         if layers and values.get(name) is not None and len(values[name]) != layers:
             _refuse(f"the length of {name}", len(values[name]), f"num_hidden_layers={layers}")
+    if "sliding_attention" in (values.get("layer_types") or ()) and values.get("sliding_window", 0) is None:
+        _refuse("sliding_window", None, "a number of tokens, for layer_types has 'sliding_attention'")
     # A layer's modules cost time and memory even where its weights turn out to be missing.
     stored = {int(match[1]) for match in map(LAYER.match, tensors) if match is not None}
     if layers and tensors and layers > 2 * len(stored) + 8:
