@@ -343,6 +343,10 @@ class MHA2MLAPreTrainedModel(PreTrainedModel):
         # transformers looks for get_interface in the source of the class's module, which may be a subclass's.
         return True
 
+    def get_correct_experts_implementation(self, requested_experts: str | None) -> str | None:
+        # The base model, whose the experts are, has the default and refuses other names.
+        return requested_experts
+
     def initialize_weights(self) -> None:
         """Random weights wherever none were loaded."""
         super().initialize_weights()

@@ -39,9 +39,11 @@ def test_round_trip(case, dtype, tmp_path):
 
 
 def test_experts_run_as_from_pretrained_is_told(tmp_path):
-    models.full_rank(models.source_model("mixtral")).save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager")
-    assert model.model.config._experts_implementation == "eager"
+    source = models.source_model("mixtral")
+    models.full_rank(source).save_pretrained(tmp_path)
+    for given, expected in ((None, source.config._experts_implementation), ("eager", "eager")):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation=given)
+        assert model.model.config._experts_implementation == expected
 
 
 def test_names_are_the_sources_outside_attention():
