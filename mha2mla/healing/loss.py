@@ -97,6 +97,7 @@ def _cast_once(head: nn.Module) -> Callable[[Tensor], Tensor]:
     """A frozen ``head`` under autocast with its weights cast here: autocast, which keeps casts of trained ones alone,
     would cast them again for each chunk."""
     device = next(head.parameters()).device.type
+    # not a head that computes something else, nor one whose weights are sharded
     plain = type(head) is nn.Linear and all(type(x) is nn.Parameter for x in head.parameters())
     if not plain or head.weight.requires_grad or not torch.is_autocast_enabled(device):
         return head

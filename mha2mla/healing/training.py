@@ -444,10 +444,9 @@ def train(
         seed=settings.seed,
     )
     step_tokens = settings.step_tokens * arguments.world_size
-    steps = most = max(1, tokens // step_tokens)
-    if settings.minutes is not None:
-        most = math.ceil(_MORE * steps)
-        most = most if settings.tokens is None else max(steps, min(most, settings.tokens // step_tokens))
+    steps = max(1, tokens // step_tokens)
+    limit = math.inf if settings.tokens is None else settings.tokens // step_tokens
+    most = max(steps, min(math.ceil(_MORE * steps), limit))
     if going_on is not None:
         steps = _planned(TrainerState.load_from_json(going_on / TRAINER_STATE_NAME)) or steps
     _plan(arguments, settings, steps)
