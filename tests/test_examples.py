@@ -31,7 +31,7 @@ def test_example_runs(path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """SmolLM2 and a quick conversion of it."""
+    """SmolLM2 and a conversion of it, calibrated on little."""
     source, folder = cache_folder() / "SmolLM2-135M-Instruct", tmp_path_factory.mktemp("converted") / "mla"
     if not source.is_dir():
         pytest.skip(f"{source} is not there")
